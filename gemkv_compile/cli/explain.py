@@ -1,0 +1,36 @@
+"""`gemkv explain`: what the backend does to a model's prefill and decode graphs."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from gemkv_compile.cli.models import load
+from gemkv_compile.options import Options
+
+
+def explain_model(console: Console, path: str, kv_format: str, attention: str, as_json: bool) -> int:
+    """Load a model, generate three tokens through a recording backend and print the report."""
+    import torch
+
+    from gemkv_compile.backend import Backend
+    from gemkv_compile.frontend import recorded_breaks
+    from gemkv_compile.report import Report
+
+    options = Options(kv_format=kv_format)
+    with console.status(f"loading {path}"):
+        model, _ = load(path, attention)
+    backend = Backend(options)
+    model.compile(backend=backend)
+    ids = torch.arange(5, 21)[None]
+    with console.status("compiling"), torch.no_grad(), recorded_breaks() as breaks:
+        model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    report = Report(tuple(backend.graphs), tuple(breaks))
+    if as_json:
+        print(report.to_json(indent=2))
+        return 0
+    for table in report.tables():
+        console.print(table)
+    for line in report.graph_breaks:
+        console.print(f"graph break: {line}", markup=False)
+    console.print(f"bytes of the cache, for B sequences of S tokens: {report.memory}", markup=False)
+    return 0

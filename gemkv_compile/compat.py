@@ -1,0 +1,117 @@
+"""Every private PyTorch name this project uses, in one place; tested on torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def bytes_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """A uint8 tensor over `num_bytes` of existing memory at `address`.
+
+    The tensor owns nothing: whoever calls keeps the memory alive for as long as the view is used.
+    """
+    storage = torch._C._construct_storage_from_data_pointer(address, device, num_bytes)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+def fake_mode_of(values: Any) -> Any:
+    """The FakeTensorMode that the given values (or the active trace) belong to, or None."""
+    from torch._guards import detect_fake_mode
+
+    return detect_fake_mode(values)
+
+
+def expr_of(value: int | torch.SymInt) -> Any:
+    """The sympy expression of a size: a constant, or a formula over the graph's own symbols."""
+    import sympy
+
+    if isinstance(value, int):
+        return sympy.Integer(value)
+    constant = value.node.maybe_as_int()
+    return value.node.expr if constant is None else sympy.Integer(constant)
+
+
+def shape_env_of(*values: Any) -> Any | None:
+    """The ShapeEnv behind the first symbolic size among sizes and tensors, or None when all of them are constant."""
+    for value in values:
+        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+        for size in sizes:
+            if isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None:
+                return size.node.shape_env
+    return None
+
+
+def known_true(shape_env: Any | None, condition: Any) -> bool | None:
+    """Whether a sympy condition over sizes holds by the guards recorded so far; None if unknown. Adds no guard."""
+    if condition.is_Boolean and not condition.free_symbols:
+        return bool(condition)
+    if shape_env is None:
+        return None
+    answer = shape_env._maybe_evaluate_static(condition)
+    return None if answer is None else bool(answer)
+
+
+def max_min_nodes(expr: Any) -> list[tuple[Any, bool]]:
+    """Each Max (True) and Min (False) inside a size expression, PyTorch's own classes and sympy's."""
+    import sympy
+    from torch.utils._sympy.functions import Max, Min
+
+    if expr.is_Atom:
+        return []
+    return [(node, isinstance(node, (Max, sympy.Max))) for node in expr.atoms(Max, Min, sympy.Max, sympy.Min)]
+
+
+def size_hints(shape_env: Any) -> dict[Any, int]:
+    """The sizes that the traced call had, by symbol."""
+    values = getattr(shape_env, "backed_var_to_val", None)  # named var_to_val in older releases
+    values = shape_env.var_to_val if values is None else values
+    return {symbol: int(value) for symbol, value in values.items() if value.is_Integer}
+
+
+def size_guards(shape_env: Any) -> list[Any]:
+    """The conditions under which the graph may run, as sympy conditions over its symbols."""
+    return [guard.expr for guard in shape_env.guards]
+
+
+def smallest_size(shape_env: Any, symbol: Any) -> int | None:
+    """The lower end of what a symbol may be, or None when it has none."""
+    lower = shape_env.var_to_range[symbol].lower if symbol in shape_env.var_to_range else None
+    return int(lower) if lower is not None and lower.is_Integer else None
+
+
+def schemas_of(target: Any) -> list[Any]:
+    """The schemas of an operator from torch.ops, or of its overloads; empty for any other callable."""
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return [getattr(target, name)._schema for name in target.overloads()]
+    return [target._schema] if isinstance(target, torch._ops.OpOverload) else []
+
+
+def outside_fake_mode() -> Any:
+    """A context in which torch computes with real tensors even while a graph is being compiled."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def dynamic_fake_tensor(
+    mode: Any, leading: tuple[Any, ...], hint: int, dtype: torch.dtype, device: torch.device, name: str
+) -> torch.Tensor:
+    """A fake tensor [*leading, n] whose last size is a new symbol that shares nothing with the graph's own.
+
+    Args:
+        mode: The FakeTensorMode of the graph.
+        leading: Ints or SymInts of the graph.
+        hint: A value that n may have.
+        name: What messages call the input.
+    """
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    with torch.inference_mode(False):
+        real = torch.empty(hint, dtype=dtype)
+        context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+        size = mode.from_tensor(real, symbolic_context=context, source=ConstantSource(name)).shape[0]
+        with mode:
+            return torch.empty((*leading, size), dtype=dtype, device=device)

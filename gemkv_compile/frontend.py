@@ -1,0 +1,73 @@
+"""`gemkv_compile.compile` and `gemkv_compile.explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from gemkv_compile.backend import Backend
+from gemkv_compile.options import Options
+from gemkv_compile.report import Report
+
+
+def compile(model: Any = None, /, *, mode: str | None = None, **options: Any) -> Any:
+    """Compile a module, a forward method or a function with the backend "gemkv".
+
+    Args:
+        model: An nn.Module: its forward is compiled in place, so that `model.generate` uses it, and the module itself
+            is returned. A function or method: the compiled function is returned. None (`@compile(strict=True)`): a
+            decorator is returned.
+        mode: A mode of Inductor, which then is the inner compiler.
+        options: See `Options`.
+    Raises:
+        InvalidOption: an option is unknown or has a value that this version does not have.
+    """
+    backend = Backend(Options.from_mapping(options), mode)
+    if model is None:
+        return lambda target: _compile(target, backend)
+    return _compile(model, backend)
+
+
+def _compile(target: Any, backend: Backend) -> Any:
+    if isinstance(target, torch.nn.Module):
+        target.compile(backend=backend)
+        return target
+    if isinstance(target, type) and issubclass(target, torch.nn.Module):
+        raise TypeError("Decorate the forward method of a module class, or compile an instance, not the class itself.")
+    if not callable(target):
+        raise TypeError(f"gemkv_compile.compile takes an nn.Module or a function, got {type(target).__name__}.")
+    return torch.compile(target, backend=backend)
+
+
+def explain(model: Callable[..., Any], *args: Any, gemkv_options: Options | None = None, **kwargs: Any) -> Report:
+    """Run one call and report what it compiles to.
+
+    The call runs with the caller's grad mode, on a compile of its own: what the model has compiled before is neither
+    used nor lost.
+
+    Args:
+        model: An nn.Module or a function.
+        args, kwargs: The inputs of the call.
+        gemkv_options: Options of the compile; default: `Options()`.
+    Returns:
+        A report of every graph of the call, its sites and its memory, and of Dynamo's graph breaks.
+    """
+    backend = Backend(gemkv_options or Options())
+    target = model.forward if isinstance(model, torch.nn.Module) else model
+    with recorded_breaks() as breaks:
+        torch.compile(target, backend=backend)(*args, **kwargs)
+    return Report(tuple(backend.graphs), tuple(breaks))
+
+
+@contextmanager
+def recorded_breaks() -> Iterator[list[str]]:
+    """Collect the reasons of Dynamo's graph breaks in a block, each once."""
+    counts = torch._dynamo.utils.counters["graph_break"]
+    before, reasons = dict(counts), list[str]()
+    try:
+        yield reasons
+    finally:
+        reasons += [reason for reason, count in counts.items() if count > before.get(reason, 0)]

@@ -1,0 +1,124 @@
+"""The inner compiler: what turns a rewritten graph into something that runs."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from gemkv_compile.errors import InvalidOption
+from gemkv_compile.passes.printing import describe, format_graph
+from gemkv_compile.passes.symbols import free_symbols
+
+Compiled = Callable[..., Any]
+MAX_SHARED = 64
+
+
+@dataclass(frozen=True)
+class InnerCompiler:
+    """A named compiler of FX graphs: (graph module, example inputs) -> callable."""
+
+    name: str
+    compile: Callable[[GraphModule, Sequence[Any]], Compiled]
+    adds_guards: bool  # whether its result may hold for some sizes only
+
+
+def choose_inner(inner: str | Callable[..., Any], mode: str | None, example_inputs: Sequence[Any]) -> InnerCompiler:
+    """The inner compiler for a graph.
+
+    Args:
+        inner: The option of that name.
+        mode: torch.compile's mode, for Inductor.
+        example_inputs: Inputs of the graph; "auto" is Inductor if one of them is on a GPU.
+    Raises:
+        InvalidOption: no such compiler, or a mode for a compiler that has none.
+    """
+    if inner == "auto":
+        on_gpu = any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in example_inputs)
+        inner = "inductor" if on_gpu or mode is not None else "eager"
+    if inner == "inductor":
+        return InnerCompiler("inductor", _inductor(mode), adds_guards=True)
+    if mode is not None:
+        raise InvalidOption(f"mode={mode!r} needs inner='inductor'; the inner compiler is {inner!r}.")
+    if inner == "eager":
+        return InnerCompiler("eager", lambda module, _: module.forward, adds_guards=False)
+    if callable(inner):
+        return InnerCompiler(getattr(inner, "__name__", repr(inner)), inner, adds_guards=True)
+    try:
+        backend = torch._dynamo.lookup_backend(inner)
+    except Exception as error:
+        raise InvalidOption(f"inner={inner!r} is no torch.compile backend; see torch.compiler.list_backends().") from error
+    return InnerCompiler(inner, backend, adds_guards=True)
+
+
+def _inductor(mode: str | None) -> Callable[[GraphModule, Sequence[Any]], Compiled]:
+    def compile_with_inductor(module: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+        from torch._inductor import list_mode_options
+        from torch._inductor.compile_fx import compile_fx
+
+        patches = list_mode_options(mode) if mode is not None else None
+        return compile_fx(module, list(example_inputs), config_patches=patches)
+
+    return compile_with_inductor
+
+
+class SharedCompiles:
+    """Compiles each distinct graph once: graphs that differ in names only share the result."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, Compiled] = OrderedDict()
+        self._lock = threading.Lock()
+        self.compiles = 0
+
+    def compile(self, inner: InnerCompiler, mode: str | None, module: GraphModule, examples: Sequence[Any]) -> tuple[Compiled, bool]:
+        """The compiled graph, and whether an earlier graph's result serves it."""
+        key = f"{inner.name} {mode} {torch.is_grad_enabled()} {graph_key(module, examples)}"
+        shareable = not any(node.op in ("get_attr", "call_module") for node in module.graph.nodes)
+        shareable = shareable and not (inner.adds_guards and free_symbols(_sizes_of_the_call(module)))
+        with self._lock:
+            if shareable and key in self._known:
+                self._known.move_to_end(key)
+                return self._known[key], True
+        compiled = inner.compile(module, examples)
+        with self._lock:
+            self.compiles += 1
+            if shareable:
+                self._known[key] = compiled
+                while len(self._known) > MAX_SHARED:
+                    self._known.popitem(last=False)
+        return compiled, False
+
+    def clear(self) -> None:
+        """Forget every compiled graph."""
+        with self._lock:
+            self._known.clear()
+            self.compiles = 0
+
+
+shared_compiles = SharedCompiles()
+
+
+def graph_key(module: GraphModule, examples: Sequence[Any]) -> str:
+    """Text that two graphs share only if one's compiled form serves the other."""
+    text = re.sub(r"input\(.*?\) :", "input :", format_graph(module.graph))
+    numbers: dict[str, str] = {}
+    layouts = [_layout(value) for value in examples]
+    return re.sub(r"\b[su]\d+\b", lambda m: numbers.setdefault(m[0], f"n{len(numbers)}"), "\n".join([text, *layouts]))
+
+
+def _layout(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return describe(value)
+    return f"{describe(value)} {tuple(map(str, value.stride()))} {value.device} {value.requires_grad}"
+
+
+def _sizes_of_the_call(module: GraphModule) -> list[Any]:
+    """Example values of the inputs that come from the call; the state of caches has sizes that nothing guards."""
+    own = [node for node in module.graph.nodes if node.op == "placeholder" and "_dynamo_source" not in node.meta]
+    return [value for node in own if isinstance(value := node.meta.get("example_value"), (torch.Tensor, torch.SymInt))]

@@ -1,0 +1,103 @@
+"""Options of a compile: names, values, checks. Nothing is accepted that has no effect."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from gemkv_compile.errors import InvalidOption
+
+KV_FORMATS = ("int8", "model")
+PLANNED_FORMATS = ("k8v4", "int4")
+INNER_COMPILERS = ("auto", "inductor", "eager")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to compile.
+
+    Args:
+        kv_format: What pages hold. "int8": 64-token groups with a scale and zero-point per channel; "model": keys and
+            values in the model's own dtype, exact.
+        page_size: Tokens in a page, a multiple of group_size. None: 256, and 64 for windowed layers.
+        group_size: Tokens that share a scale and zero-point.
+        strict: Raise StrictError when an attention of a graph is kept.
+        cuda_graphs: Replay decode steps as CUDA graphs. Only False in this version.
+        inner: Compiler of the rewritten graph: "auto" (Inductor on a GPU, the graph as it is on a CPU), "inductor",
+            "eager", the name of another torch.compile backend, or a backend function.
+        prefill: Engine for prefill attention. Only "auto" in this version.
+        drop: Policy that drops cached tokens. Only None in this version.
+        pool_bytes: Most bytes that one page pool may reserve. None: no limit.
+        shadow: Calls to run beside the un-rewritten graph. Only 0 in this version.
+    Raises:
+        InvalidOption: a value is out of range, or its feature is not in this version.
+    """
+
+    kv_format: str = "int8"
+    page_size: int | None = None
+    group_size: int = 64
+    strict: bool = False
+    cuda_graphs: bool = False
+    inner: str | Callable[..., Any] = "auto"
+    prefill: str = "auto"
+    drop: None = None
+    pool_bytes: int | None = None
+    shadow: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kv_format in PLANNED_FORMATS:
+            raise InvalidOption(f"kv_format={self.kv_format!r} is not in this version; use one of {KV_FORMATS}.")
+        _one_of("kv_format", self.kv_format, KV_FORMATS)
+        _positive("group_size", self.group_size)
+        if self.group_size % 16:
+            raise InvalidOption(f"group_size must be a multiple of 16, got {self.group_size}.")
+        if self.page_size is not None:
+            _positive("page_size", self.page_size)
+            if self.page_size % self.group_size:
+                raise InvalidOption(
+                    f"page_size must be a multiple of group_size ({self.group_size}), got {self.page_size}."
+                )
+        if self.pool_bytes is not None:
+            _positive("pool_bytes", self.pool_bytes)
+        if not isinstance(self.strict, bool):
+            raise InvalidOption(f"strict must be True or False, got {self.strict!r}.")
+        if not callable(self.inner) and not isinstance(self.inner, str):
+            raise InvalidOption(f"inner must be one of {INNER_COMPILERS}, a backend's name or a function, got {self.inner!r}.")
+        _not_yet("cuda_graphs", self.cuda_graphs, False)
+        _not_yet("prefill", self.prefill, "auto")
+        _not_yet("drop", self.drop, None)
+        _not_yet("shadow", self.shadow, 0)
+
+    @classmethod
+    def from_mapping(cls, given: Mapping[str, Any] | None) -> Options:
+        """Options from a dict, such as torch.compile's `options`.
+
+        Raises:
+            InvalidOption: a key is unknown; the message names the nearest right one.
+        """
+        known = [field.name for field in fields(cls)]
+        for key in given or {}:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, 1)
+                hint = f" Did you mean {near[0]!r}?" if near else f" Options are: {', '.join(known)}."
+                raise InvalidOption(f"gemkv has no option {key!r}.{hint}")
+        return cls(**(given or {}))
+
+
+def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        near = difflib.get_close_matches(str(value), [str(a) for a in allowed], 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise InvalidOption(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.{hint}")
+
+
+def _positive(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise InvalidOption(f"{name} must be a positive int, got {value!r}.")
+
+
+def _not_yet(name: str, value: Any, only: Any) -> None:
+    if value != only or isinstance(value, bool) != isinstance(only, bool):
+        raise InvalidOption(f"{name}={value!r} is not in this version; leave it at {only!r}.")

@@ -1,0 +1,104 @@
+"""What a compile hands to the runtime: how to call the rewritten graph. Plain data, no graph nodes, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from gemkv_compile.kernels.layout import PageLayout
+
+Size = int | Callable[[Sequence[Any]], int]
+"""An int, or a function of the call's arguments (SymInt placeholders and tensor sizes)."""
+
+StateField = Literal["page_table", "seq_lens", "starts", "tail"]
+
+
+@dataclass(frozen=True)
+class OutputPlan:
+    """A graph output that is all rows of a cache after the call, or its last `keep` rows, as keys (0) or values (1)."""
+
+    index: int
+    role: int
+    keep: int | None
+
+
+@dataclass(frozen=True)
+class TablePlan:
+    """One key/value cache of the graph.
+
+    Args:
+        past_keys, past_values: Argument positions of the past, or None if this graph starts the cache.
+        seq_dim: Sequence dimension of the cache tensors, 1 or 2.
+        batch, num_tokens: Sizes of the new keys.
+        keep: Rows that stay visible after the call, or None for all.
+        window: Tokens that a query may attend to, itself included, or None for all.
+        exact_rows: The mask was absent, so every row of the past is attended to: `window` stands for the past's own
+            length, and a past of more than window - 1 rows is not covered by the rewritten graph.
+        layout, device, pool_bytes: Which pool the pages come from.
+        requires_grad: Whether gradients flow through this call's keys and values.
+    """
+
+    past_keys: int | None
+    past_values: int | None
+    seq_dim: int
+    batch: Size
+    num_tokens: Size
+    keep: int | None
+    window: int | None
+    exact_rows: bool
+    layout: PageLayout
+    device: torch.device
+    pool_bytes: int | None
+    outputs: tuple[OutputPlan, ...]
+
+
+@dataclass(frozen=True)
+class PaddingPlan:
+    """A 2-D padding mask of the call, to be aligned with a table's rows: kv column j is source[:, column + j]."""
+
+    source: int  # argument position
+    column: Size
+    table: int
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An input of the rewritten graph that is an argument of the call."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class State:
+    """An input of the rewritten graph that is device state of a table."""
+
+    table: int
+    field: StateField
+
+
+@dataclass(frozen=True)
+class AlignedPadding:
+    """An input of the rewritten graph that is a prepared padding mask."""
+
+    padding: int
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """How to call the rewritten graph.
+
+    Args:
+        inputs: Where each of its inputs comes from.
+        results: For each output of the original graph that is no cache: (its index, index among the rewritten
+            graph's outputs).
+        num_outputs: Outputs of the original graph.
+    """
+
+    inputs: tuple[Argument | State | AlignedPadding, ...]
+    tables: tuple[TablePlan, ...]
+    paddings: tuple[PaddingPlan, ...]
+    results: tuple[tuple[int, int], ...]
+    num_outputs: int

@@ -1,0 +1,180 @@
+"""What a compile did, did not do, and why."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import sympy
+from rich.console import Console
+from rich.table import Table
+
+BATCH, TOKENS = sympy.symbols("B S", integer=True, positive=True)
+
+REASONS = {
+    "no_cache": "the attention reads no cache and leaves none behind",
+    "grad_enabled": "keys and values require grad",
+    "past_requires_grad": "the past requires grad",
+    "past_not_an_input": "the past is computed inside the graph",
+    "cache_not_returned": "the updated cache is not returned by the graph",
+    "cache_used_elsewhere": "cached rows are also used by something that is no attention",
+    "cache_shapes_differ": "keys and values, or past and new rows, do not fit each other",
+    "attention_not_recognised": "a cache is updated, and no known attention reads it",
+    "attention_weights_used": "the attention weights themselves are used",
+    "query_rows_differ": "queries and new keys are not the same tokens",
+    "dtype_differs": "query, keys, values and past differ in dtype or device",
+    "heads_unsupported": "the query heads do not share the key/value heads evenly, or more than 16 share one",
+    "head_dim_unsupported": "the head size is not constant",
+    "layout_unsupported": "no page layout for this head size or dtype",
+    "rank_unsupported": "the attention does not have four dimensions",
+    "dropout_active": "attention dropout is active",
+    "scale_not_constant": "the scale is not a number",
+    "softmax_dim": "the softmax does not run over the keys",
+    "slice_not_constant": "the number of rows kept is not constant",
+    "rows_hidden": "attention sees some cached rows only, and no mask says which",
+    "mask_outside_graph": "the mask is an input of the graph",
+    "mask_residual": "the mask is more than causal, window and padding",
+    "mask_unknown_op": "the mask is built with an operation that the prover does not read",
+}
+"""Reason codes and what they mean. The three about masks do not keep an attention that has a mask tensor: it is
+rewritten with the dense mask, exact and slower."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention, or one cache update that no attention was seen to read."""
+
+    layer: int
+    module: str
+    status: str  # "rewritten" or "kept"
+    reason: str  # "" or a code from REASONS
+    sentence: str
+    source: str
+    operator: str = ""
+    mask: str = ""
+    num_q_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    window: int | None = None
+    softcap: float | None = None
+    rule: str = ""
+
+
+@dataclass(frozen=True)
+class CacheMemory:
+    """Memory of one cache: exact bytes as a formula in B (sequences) and S (tokens of each)."""
+
+    layer: int
+    kv_format: str
+    page_size: int
+    keep: int | None
+    formula: sympy.Expr
+    dense_formula: sympy.Expr
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One compiled graph."""
+
+    sites: tuple[Site, ...]
+    caches: tuple[CacheMemory, ...]
+    before: str
+    after: str
+    inner: str
+    inner_shared: bool
+    stages: dict[str, float] = field(default_factory=dict)  # seconds by stage
+
+    @property
+    def kept(self) -> tuple[Site, ...]:
+        """Sites that were not rewritten."""
+        return tuple(site for site in self.sites if site.status == "kept")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a call of a model compiles to: one entry per graph, in the order of compilation."""
+
+    graphs: tuple[GraphReport, ...]
+    graph_breaks: tuple[str, ...] = ()
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """All sites of all graphs."""
+        return tuple(site for graph in self.graphs for site in graph.sites)
+
+    @property
+    def memory(self) -> sympy.Expr:
+        """Bytes of all caches of the graph that has most of them, in B and S, when S tokens were decoded."""
+        caches = max((graph.caches for graph in self.graphs), key=len, default=())
+        return sum((cache.formula for cache in caches), sympy.Integer(0))
+
+    @property
+    def dense_memory(self) -> sympy.Expr:
+        """Bytes of the same caches as dense tensors of the model's dtype."""
+        caches = max((graph.caches for graph in self.graphs), key=len, default=())
+        return sum((cache.dense_formula for cache in caches), sympy.Integer(0))
+
+    def memory_bytes(self, batch: int, tokens: int) -> int:
+        """Bytes of all caches for `batch` sequences of `tokens` tokens."""
+        return int(self.memory.subs({BATCH: batch, TOKENS: tokens}))
+
+    def dense_bytes(self, batch: int, tokens: int) -> int:
+        """The same for dense caches."""
+        return int(self.dense_memory.subs({BATCH: batch, TOKENS: tokens}))
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Everything in the report as JSON; formulas as text that sympy reads back."""
+        return json.dumps(asdict(self) | {"memory": str(self.memory)}, indent=indent, default=str)
+
+    def tables(self) -> list[Table]:
+        """Rich tables: one of the sites of each graph, one of memory."""
+        return [*(_site_table(i, graph) for i, graph in enumerate(self.graphs)), _memory_table(self)]
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=160, color_system=None)
+        for table in self.tables():
+            console.print(table)
+        for line in self.graph_breaks:
+            console.print(f"graph break: {line}", markup=False)
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def _site_table(index: int, graph: GraphReport) -> Table:
+    shared = ", shared with an earlier graph" if graph.inner_shared else ""
+    table = Table(title=f"graph {index} (inner compiler: {graph.inner}{shared})", title_justify="left")
+    for column in ("layer", "attention", "status", "operator", "heads", "mask", "why / where"):
+        table.add_column(column, overflow="fold")
+    for site in graph.sites:
+        heads = f"{site.num_q_heads}/{site.num_kv_heads} x {site.head_dim}" if site.num_q_heads else ""
+        why = f"{site.reason}: {site.sentence}\n{site.source}" if site.reason else site.source
+        table.add_row(str(site.layer), site.module, site.status, site.operator, heads, site.mask, why)
+    if not graph.sites:
+        table.add_row("", "no attention in this graph", "", "", "", "", "left to the inner compiler")
+    return table
+
+
+def _memory_table(report: Report) -> Table:
+    table = Table(title="key/value cache, bytes", title_justify="left")
+    for column in ("tokens", "dense", "paged", "ratio"):
+        table.add_column(column, justify="right")
+    for tokens in (1024, 8192, 32768):
+        dense, paged = report.dense_bytes(1, tokens), report.memory_bytes(1, tokens)
+        table.add_row(f"1 x {tokens}", f"{dense:,}", f"{paged:,}", f"{paged / dense:.3f}" if dense else "-")
+    return table
+
+
+def count_by_status(sites: Sequence[Site]) -> dict[str, int]:
+    """How many sites have each status."""
+    return dict(Counter(site.status for site in sites))
+
+
+def describe_mask(causal: bool, window: int | None, padding: Any, dense: bool) -> str:
+    """A mask in words: "causal", "causal, window 512, padding", "dense", "none"."""
+    if dense:
+        return "dense"
+    parts = ["causal"] * causal + [f"window {window}"] * (window is not None) + ["padding"] * (padding is not None)
+    return ", ".join(parts) or "none"

@@ -1,0 +1,133 @@
+"""What a compile returns: unwrap handles, run the rewritten graph, wrap handles."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gemkv_compile.plan import AlignedPadding, Argument, CallPlan, PaddingPlan, Size, TablePlan
+from gemkv_compile.runtime.handle import PagedKVTensor, make_handle
+from gemkv_compile.runtime.importing import continue_past
+from gemkv_compile.runtime.page_table import PageTable
+from gemkv_compile.runtime.pool import pools
+
+log = logging.getLogger(__name__)
+
+
+class Executable:
+    """Calls a rewritten graph with the device state of the caches that it is given.
+
+    Args:
+        inner: The compiled rewritten graph.
+        original: The graph before the rewrite, for a call that the rewritten one does not cover.
+        plan: How the two correspond.
+    Every call either completes, and all its caches have grown, or raises, and all of them are as they were.
+    """
+
+    def __init__(self, inner: Callable[..., Any], original: Callable[..., Any], plan: CallPlan) -> None:
+        self._inner = inner
+        self._original = original
+        self._plan = plan
+        self._pools = [pools.get(table.layout, table.device, table.pool_bytes) for table in plan.tables]
+        self._warned = False
+
+    def __call__(self, *args: Any) -> tuple[Any, ...]:
+        plan = self._plan
+        sizes = [(_value(table.batch, args), _value(table.num_tokens, args)) for table in plan.tables]
+        tables: list[PageTable] = []
+        starts: list[int] = []
+        try:
+            for table_plan, pool, (batch, num_tokens) in zip(plan.tables, self._pools, sizes, strict=True):
+                past = [_at(args, table_plan.past_keys), _at(args, table_plan.past_values)]
+                table, start = continue_past(pool, batch, past[0], past[1], table_plan.seq_dim)
+                if not _prepare(table, start, table_plan):
+                    return self._run_original(args)
+                table.begin(num_tokens, table_plan.keep, start)
+                tables.append(table)
+                starts.append(start)
+            outputs = self._inner(*self._inputs(args, tables, starts, sizes))
+            for table, (_, num_tokens) in zip(tables, sizes, strict=True):
+                table.commit(num_tokens)
+        finally:
+            for table in tables:
+                table.abort()
+        return self._wrap(args, outputs, tables, starts)
+
+    def _inputs(
+        self, args: Sequence[Any], tables: list[PageTable], starts: list[int], sizes: list[tuple[int, int]]
+    ) -> list[Any]:
+        paddings = [_align(p, args, starts[p.table], sizes[p.table][0]) for p in self._plan.paddings]
+        inputs = []
+        for source in self._plan.inputs:
+            if isinstance(source, Argument):
+                inputs.append(_dense(args[source.index]))
+            elif isinstance(source, AlignedPadding):
+                inputs.append(paddings[source.padding])
+            else:
+                inputs.append(getattr(tables[source.table], source.field))
+        return inputs
+
+    def _wrap(
+        self, args: Sequence[Any], outputs: Sequence[Any], tables: list[PageTable], starts: list[int]
+    ) -> tuple[Any, ...]:
+        results: list[Any] = [None] * self._plan.num_outputs
+        for index, inner_index in self._plan.results:
+            results[index] = outputs[inner_index]
+        for table_plan, table, start in zip(self._plan.tables, tables, starts, strict=True):
+            for output in table_plan.outputs:
+                first = start if output.keep is None else max(start, table.length - output.keep)
+                results[output.index] = make_handle(table, output.role, first, table.length, table_plan.seq_dim)
+        if torch.is_grad_enabled():
+            _keep_alive(results, args)
+        return tuple(results)
+
+    def _run_original(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        if not self._warned:
+            log.warning(
+                "gemkv: a past with more rows than this graph's window was given, so this call ran without rewriting; "
+                "its cache is dense. Give each call the cache that the previous one returned."
+            )
+            self._warned = True
+        return tuple(self._original(*map(_dense, args)))
+
+
+def _prepare(table: PageTable, start: int, plan: TablePlan) -> bool:
+    """Make the table show exactly the rows from `start` on; False if the rewritten graph would miss some."""
+    lowest = 0 if plan.window is None else max(0, table.length + 1 - plan.window)
+    if start < lowest and plan.exact_rows:
+        return False
+    if start > lowest or table.base > lowest:
+        table.expose_from(start)
+    return True
+
+
+def _align(plan: PaddingPlan, args: Sequence[Any], start: int, batch: int) -> torch.Tensor:
+    """The padding mask as bool [batch, >= tokens], indexed by the table's own token numbers."""
+    source = args[plan.source].to(torch.bool)
+    shift = start - _value(plan.column, args)
+    if shift > 0:
+        source = torch.nn.functional.pad(source, (shift, 0), value=True)
+    return source[:, max(0, -shift) :].expand(batch, -1)
+
+
+def _keep_alive(results: Sequence[Any], args: Sequence[Any]) -> None:
+    """Tie the handles that a backward pass reads pages of to the autograd graph."""
+    handles = [arg for arg in args if isinstance(arg, PagedKVTensor)]
+    for result in results:
+        if isinstance(result, torch.Tensor) and result.grad_fn is not None:
+            result.grad_fn.metadata["gemkv_past"] = handles
+
+
+def _value(size: Size, args: Sequence[Any]) -> int:
+    return size if isinstance(size, int) else size(args)
+
+
+def _at(args: Sequence[Any], index: int | None) -> Any:
+    return None if index is None else args[index]
+
+
+def _dense(value: Any) -> Any:
+    return value.materialise() if isinstance(value, PagedKVTensor) else value

@@ -1,0 +1,184 @@
+"""PagedKVTensor: stands where a model keeps its keys or values, and is a truthful tensor to everybody else."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from gemkv_compile.errors import GemkvError, ReleasedHandle
+from gemkv_compile.runtime.page_table import PageTable
+
+KEYS, VALUES = 0, 1
+
+
+class PagedKVTensor(torch.Tensor):
+    """Rows [start, length) of a page table's keys or values, as a tensor value that owns no storage.
+
+    Shape [batch, num_kv_heads, length - start, head_dim] (sequence dimension 2) or
+    [batch, length - start, num_kv_heads, head_dim] (sequence dimension 1); dtype and device of the model.
+    A handle is a value: rows are appended to its table but never changed, so copies share pages. Compiled calls read
+    the pages; any other operation computes on a dense copy in the model's precision (for quantised formats: of the
+    quantised values), right but slower. Operations that change the handle in place give it a table of its own.
+
+    Raises:
+        ReleasedHandle: the rows were given back with `release`.
+    """
+
+    table: PageTable
+    role: int
+    start: int
+    length: int
+    seq_dim: int
+    _marker: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, shape: Any, dtype: torch.dtype, device: torch.device) -> PagedKVTensor:
+        """Make an empty shell; use `make_handle`."""
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, storage_size=0)
+
+    # What tracing needs. A traced handle is a shell around an empty marker: identity, table and length stay out of the
+    # metadata that Dynamo guards on, so that no handle causes a recompile.
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_marker"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], _: None, shape: Any, stride: Any) -> PagedKVTensor:
+        marker = inner["_marker"]
+        shell = PagedKVTensor(shape, marker.dtype, marker.device)
+        shell._marker = marker
+        return shell
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        from gemkv_compile.runtime.handle_ops import apply
+
+        return apply(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map_only(PagedKVTensor, _stand_in, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @property
+    def is_shell(self) -> bool:
+        """Whether this is a traced stand-in that has a shape and nothing else."""
+        return "table" not in self.__dict__
+
+    def materialise(self) -> torch.Tensor:
+        """The rows as a dense tensor of its own, in the model's precision."""
+        rows = self.table.read(self.start, self.length)[:, self.role]
+        return rows if self.seq_dim == 2 else rows.transpose(1, 2).contiguous()
+
+    def release(self) -> None:
+        """Give the table's pages back now; every handle of this table then raises ReleasedHandle when used."""
+        self.table.release()
+
+    def with_rows(self, start: int, length: int) -> PagedKVTensor:
+        """A handle of rows [start, length) of the same table."""
+        return make_handle(self.table, self.role, start, length, self.seq_dim)
+
+    def replace_by(self, dense: torch.Tensor) -> None:
+        """Make this handle stand for the values of `dense` (same shape), in a table of its own."""
+        from gemkv_compile.runtime.importing import import_dense
+
+        other = self.with_rows(self.start, self.length)
+        other.role = VALUES - self.role
+        pair = (dense, other.materialise())
+        table = import_dense(self.table.pool, *(pair if self.role == KEYS else pair[::-1]), self.seq_dim)
+        self.table, self.start, self.length = table, 0, self.length - self.start
+        table.register(self)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        if self.is_shell:
+            return f"PagedKVTensor(shell, shape={tuple(self.shape)})"
+        what, state = ("keys", "values")[self.role], " (released)" if self.table.released else ""
+        kv_format = self.table.pool.layout.kv_format
+        return f"PagedKVTensor({what}, shape={tuple(self.shape)}, dtype={self.dtype}, pages={kv_format!r}{state})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVTensor:
+        memo[id(self)] = copy = self.with_rows(self.start, self.length)
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _identity, (self.materialise(),)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.materialise().__array__(*args, **kwargs)
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        """A NumPy array of a dense copy."""
+        return self.materialise().numpy(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        """Nested lists of a dense copy."""
+        return self.materialise().tolist()
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.materialise().__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self._marker.__dlpack_device__()
+
+    def _no_storage(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise GemkvError("A PagedKVTensor has no storage: its values are quantised pages. Use handle.materialise().")
+
+    data_ptr = share_memory_ = set_ = _no_storage
+
+    def requires_grad_(self, requires_grad: bool = True) -> PagedKVTensor:
+        """Cached keys and values never require grad."""
+        if requires_grad:
+            raise GemkvError(
+                "A cached key or value cannot require grad: the cache is outside autograd. For prefix tuning pass "
+                "handle.materialise().requires_grad_() as the past; the attention is then kept as it is."
+            )
+        return self
+
+
+def make_handle(table: PageTable, role: int, start: int, length: int, seq_dim: int = 2) -> PagedKVTensor:
+    """A handle of rows [start, length) of `table`; role is KEYS or VALUES."""
+    if table.released:
+        raise ReleasedHandle("A paged key/value cache")
+    layout = table.pool.layout
+    rows, heads = length - start, layout.num_kv_heads
+    middle = (heads, rows) if seq_dim == 2 else (rows, heads)
+    with torch.inference_mode(False):
+        handle = PagedKVTensor((table.batch, *middle, layout.head_dim), layout.model_dtype, table.pool.device)
+        handle._marker = torch.empty(0, dtype=layout.model_dtype, device=table.pool.device)
+    handle.table, handle.role, handle.start, handle.length, handle.seq_dim = table, role, start, length, seq_dim
+    table.register(handle)
+    return handle
+
+
+def _stand_in(handle: PagedKVTensor) -> torch.Tensor:
+    """Under fake tensors an empty tensor of the handle's shape, else the dense values."""
+    if handle.is_shell:
+        return torch.empty(handle.shape, dtype=handle.dtype, device=handle.device)
+    return handle.materialise()
+
+
+def _identity(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+@functools.cache
+def warn_dense_growth() -> None:
+    """Say once that a cache is growing outside compiled code."""
+    warnings.warn(
+        "gemkv: a paged cache was concatenated outside a compiled graph, so its values are dense again. Dynamo gave up "
+        "on this call (often its recompile limit: raise torch._dynamo.config.recompile_limit; see TORCH_LOGS=recompiles)"
+        ", or the model runs without compile: use model.compile(backend='gemkv').",
+        stacklevel=2,
+    )

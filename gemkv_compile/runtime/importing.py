@@ -1,0 +1,78 @@
+"""From the past that a call receives to a page table that the call may append to."""
+
+from __future__ import annotations
+
+import torch
+
+from gemkv_compile.errors import CacheMismatch
+from gemkv_compile.kernels import ops
+from gemkv_compile.kernels.layout import FORMAT_VERSION
+from gemkv_compile.runtime.handle import KEYS, VALUES, PagedKVTensor
+from gemkv_compile.runtime.page_table import PageTable
+from gemkv_compile.runtime.pool import PagePool
+
+FORMAT_NAME = f"format {FORMAT_VERSION}"
+
+
+def import_dense(pool: PagePool, keys: torch.Tensor, values: torch.Tensor, seq_dim: int = 2) -> PageTable:
+    """Store dense keys and values in pages.
+
+    Args:
+        keys, values: [batch, num_kv_heads, tokens, head_dim], or with dimensions 1 and 2 exchanged if seq_dim is 1.
+    Raises:
+        CacheMismatch: the shapes, dtypes or devices are not those of the pool.
+        PoolExhausted: too few pages; nothing has changed.
+    """
+    if seq_dim == 1:
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    layout = pool.layout
+    batch, tokens = keys.shape[0], keys.shape[2]
+    expected = ((batch, layout.num_kv_heads, tokens, layout.head_dim), layout.model_dtype, pool.device)
+    for name, tensor in (("keys", keys), ("values", values)):
+        given = (tuple(tensor.shape), tensor.dtype, tensor.device)
+        if given != expected:
+            raise CacheMismatch(
+                f"The past {name} must be {expected[0]} {expected[1]} on {expected[2]}, got {given[0]} {given[1]} on "
+                f"{given[2]}. Pass keys and values of one cache, in the model's dtype and on the model's device."
+            )
+    table = PageTable(pool, batch)
+    if tokens:
+        with torch.no_grad():
+            table.begin(tokens, keep=None)
+            state = (table.page_table, table.seq_lens, table.tail)
+            ops.append_kv(keys.detach(), values.detach(), *state, layout.page_size, layout.kv_format, FORMAT_NAME)
+            table.commit(tokens)
+    return table
+
+
+def continue_past(
+    pool: PagePool, batch: int, past_keys: torch.Tensor | None, past_values: torch.Tensor | None, seq_dim: int
+) -> tuple[PageTable, int]:
+    """A table whose rows [start, table.length) are the given past, free to be appended to, and that start.
+
+    A pair of handles of one table that nothing has continued is that table; an older pair is a fork of it; dense
+    tensors, and handles that do not belong together, are imported.
+    """
+    if past_keys is None or past_values is None or past_keys.numel() + past_values.numel() == 0:
+        return PageTable(pool, batch), 0
+    if past_keys.shape[0] != batch:
+        raise CacheMismatch(
+            f"The past has batch size {past_keys.shape[0]}, the new keys {batch}. Select the cache's sequences first."
+        )
+    table = _common_table(past_keys, past_values, seq_dim)
+    if table is None or table.pool is not pool:
+        dense = [past.materialise() if isinstance(past, PagedKVTensor) else past for past in (past_keys, past_values)]
+        return import_dense(pool, dense[0], dense[1], seq_dim), 0
+    assert isinstance(past_keys, PagedKVTensor)
+    if past_keys.length != table.length or table.is_appending:
+        table = table.fork(past_keys.start, past_keys.length)
+    return table, past_keys.start
+
+
+def _common_table(keys: torch.Tensor, values: torch.Tensor, seq_dim: int) -> PageTable | None:
+    """The table of which `keys` and `values` are the same rows, or None."""
+    if not isinstance(keys, PagedKVTensor) or not isinstance(values, PagedKVTensor):
+        return None
+    same_rows = keys.table is values.table and (keys.start, keys.length) == (values.start, values.length)
+    fits = (keys.role, values.role, keys.seq_dim, values.seq_dim) == (KEYS, VALUES, seq_dim, seq_dim)
+    return keys.table if same_rows and fits else None

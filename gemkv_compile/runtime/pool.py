@@ -1,0 +1,198 @@
+"""Page pools: fixed-size pages carved from slabs that are allocated when needed and given back when empty."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gemkv_compile.errors import PoolExhausted
+from gemkv_compile.kernels.layout import PageLayout
+
+MIN_SLAB_BYTES = 1 << 20
+MAX_SLAB_BYTES = 64 << 20
+
+
+@dataclass
+class Slab:
+    """One allocation that holds `num_pages` pages; `free` are the addresses nobody uses."""
+
+    memory: torch.Tensor  # uint8 [num_pages * page_bytes]
+    num_pages: int
+    free: list[int]
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """Bytes of a pool: `reserved` in slabs, `in_use` in pages that a table holds; `pages` in use."""
+
+    name: str
+    reserved: int
+    in_use: int
+    pages: int
+
+
+class PagePool:
+    """Hands out pages of one layout on one device, counts who shares them and takes them back.
+
+    Args:
+        layout: Byte layout of a page.
+        device: Where slabs live.
+        limit: Most bytes that slabs may take, or None.
+    A page is named by its address (int). Slabs never move, so growing copies nothing.
+    """
+
+    def __init__(self, layout: PageLayout, device: torch.device, limit: int | None = None) -> None:
+        self.layout = layout
+        self.device = device
+        self.limit = limit
+        self._slabs: dict[int, Slab] = {}  # base address -> slab
+        self._slab_of: dict[int, int] = {}  # page in use -> base address of its slab
+        self._references: Counter[int] = Counter()
+        # Tables die in garbage collection, at any point of any thread: what they return waits here, and is taken in
+        # by the next call that holds the lock.
+        self._returned: deque[Sequence[int]] = deque()
+        self._lock = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        """What messages call this pool."""
+        layout = self.layout
+        heads = f"{layout.num_kv_heads}x{layout.head_dim}"
+        return f"{layout.kv_format}[{heads}, page {layout.page_size}] on {self.device}"
+
+    def can_allocate(self, count: int) -> bool:
+        """Whether `allocate(count)` would succeed."""
+        with self._lock:
+            self._take_in_returned()
+            return self._missing(count) <= self._room()
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` pages, each with one reference. All or nothing.
+
+        Raises:
+            PoolExhausted: the limit does not allow it; nothing has changed.
+        """
+        with self._lock:
+            self._take_in_returned()
+            missing = self._missing(count)
+            if missing > self._room():
+                raise PoolExhausted(self.name, missing * self.layout.page_bytes, self.limit or 0, self._in_use_bytes())
+            if missing:
+                self._grow(missing)
+            pages = self._pick(count)
+            self._references.update(pages)
+            return pages
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Add one reference to each page."""
+        with self._lock:
+            self._references.update(pages)
+
+    def is_shared(self, page: int) -> bool:
+        """Whether more than one table refers to the page."""
+        with self._lock:
+            self._take_in_returned()
+            return self._references[page] > 1
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Drop one reference of each page; safe to call from a finaliser, in any thread, at any point."""
+        self._returned.append(pages)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._take_in_returned()
+            finally:
+                self._lock.release()
+
+    def stats(self) -> PoolStats:
+        """Bytes reserved and in use right now."""
+        with self._lock:
+            self._take_in_returned()
+            reserved = sum(slab.memory.numel() for slab in self._slabs.values())
+            return PoolStats(self.name, reserved, self._in_use_bytes(), len(self._references))
+
+    def trim(self) -> int:
+        """Give every empty slab back to PyTorch's allocator; returns the bytes given back."""
+        with self._lock:
+            self._take_in_returned()
+            empty = [base for base, slab in self._slabs.items() if len(slab.free) == slab.num_pages]
+            return sum(self._slabs.pop(base).memory.numel() for base in empty)
+
+    def _in_use_bytes(self) -> int:
+        return len(self._references) * self.layout.page_bytes
+
+    def _missing(self, count: int) -> int:
+        return max(0, count - sum(len(slab.free) for slab in self._slabs.values()))
+
+    def _room(self) -> float:
+        """Pages that new slabs may still hold."""
+        if self.limit is None:
+            return float("inf")
+        taken = sum(slab.num_pages for slab in self._slabs.values())
+        return self.limit // self.layout.page_bytes - taken
+
+    def _grow(self, missing: int) -> None:
+        reserved = sum(slab.memory.numel() for slab in self._slabs.values())
+        wanted = min(max(reserved, MIN_SLAB_BYTES), MAX_SLAB_BYTES) // self.layout.page_bytes
+        num_pages = int(min(max(missing, wanted), self._room()))
+        with torch.inference_mode(False):
+            memory = torch.empty(num_pages * self.layout.page_bytes, dtype=torch.uint8, device=self.device)
+        base = memory.data_ptr()
+        pages = [base + i * self.layout.page_bytes for i in range(num_pages)]
+        self._slabs[base] = Slab(memory, num_pages, pages[::-1])
+
+    def _pick(self, count: int) -> list[int]:
+        pages: list[int] = []
+        for base, slab in self._slabs.items():
+            while slab.free and len(pages) < count:
+                page = slab.free.pop()
+                self._slab_of[page] = base
+                pages.append(page)
+        return pages
+
+    def _take_in_returned(self) -> None:
+        if not self._returned:
+            return
+        while self._returned:
+            for page in self._returned.popleft():
+                self._references[page] -= 1
+                if self._references[page] == 0:
+                    del self._references[page]
+                    self._slabs[self._slab_of.pop(page)].free.append(page)
+        self._drop_spare_slabs()
+
+    def _drop_spare_slabs(self) -> None:
+        """Keep at most one empty slab: enough that a cache at a page boundary does not allocate and free in turn."""
+        empty = [base for base, slab in self._slabs.items() if len(slab.free) == slab.num_pages]
+        for base in empty[1:]:
+            del self._slabs[base]
+
+
+class PoolSet:
+    """The pools of this process, by layout, device and limit."""
+
+    def __init__(self) -> None:
+        self._pools: dict[tuple[PageLayout, torch.device, int | None], PagePool] = {}
+        self._lock = threading.Lock()
+
+    def get(self, layout: PageLayout, device: torch.device, limit: int | None) -> PagePool:
+        """The pool for these pages, made at its first use."""
+        key = (layout, device, limit)
+        with self._lock:
+            if key not in self._pools:
+                self._pools[key] = PagePool(layout, device, limit)
+            return self._pools[key]
+
+    def stats(self) -> list[PoolStats]:
+        """Figures of every pool."""
+        return [pool.stats() for pool in list(self._pools.values())]
+
+    def trim(self) -> int:
+        """Give back every empty slab of every pool; returns the bytes given back."""
+        return sum(pool.trim() for pool in list(self._pools.values()))
+
+
+pools = PoolSet()

@@ -1,0 +1,1 @@
+"""The page layout, the operators over it and their implementations: they know no graph and no cache object."""

@@ -1,0 +1,114 @@
+"""Pages as tensors: typed views over their bytes, and reading and writing of whole groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gemkv_compile.compat import bytes_at
+from gemkv_compile.kernels.formats import dequantise_groups, quantise_groups
+from gemkv_compile.kernels.layout import SCALE_DTYPE, SCALE_PLANES, PageLayout
+
+
+class GroupViews(NamedTuple):
+    """The parts of some groups, as views.
+
+    k: [..., group_size, head_dim] element dtype.
+    v: [..., head_dim, group_size] element dtype.
+    scales: [..., 4, head_dim] float16 (K scale, K zero, V scale, V zero), or None in format "model".
+    """
+
+    k: Tensor
+    v: Tensor
+    scales: Tensor | None
+
+
+def page_bytes(address: int, layout: PageLayout, device: torch.device) -> Tensor:
+    """The page at `address`, a uint8 view [num_kv_heads, groups_per_page, group_bytes] that does not own its memory."""
+    data = bytes_at(address, layout.page_bytes, device)
+    return data.view(layout.num_kv_heads, layout.groups_per_page, layout.group_bytes)
+
+
+def split_groups(data: Tensor, layout: PageLayout) -> GroupViews:
+    """Views of the parts of groups, from their bytes [..., group_bytes] uint8."""
+    plane, dtype = layout.plane_bytes, layout.element_dtype
+    k = data[..., :plane].view(dtype).unflatten(-1, (layout.group_size, layout.head_dim))
+    v = data[..., plane : 2 * plane].view(dtype).unflatten(-1, (layout.head_dim, layout.group_size))
+    if not layout.is_quantised:
+        return GroupViews(k, v, None)
+    scales = data[..., 2 * plane :].view(SCALE_DTYPE).unflatten(-1, (SCALE_PLANES, layout.head_dim))
+    return GroupViews(k, v, scales)
+
+
+def group_views(address: int, layout: PageLayout, device: torch.device) -> GroupViews:
+    """Views of the page at `address`; the leading dimensions are [num_kv_heads, groups_per_page]."""
+    return split_groups(page_bytes(address, layout, device), layout)
+
+
+def pack_groups(k: Tensor, v: Tensor, layout: PageLayout) -> Tensor:
+    """The bytes of groups, in the format of the layout.
+
+    Args:
+        k, v: [..., group_size, head_dim], model dtype.
+    Returns:
+        [..., group_bytes] uint8.
+    """
+    data = torch.empty(*k.shape[:-2], layout.group_bytes, dtype=torch.uint8, device=k.device)
+    views = split_groups(data, layout)
+    if views.scales is not None:
+        k, k_scale, k_zero = quantise_groups(k)
+        v, v_scale, v_zero = quantise_groups(v)
+        views.scales.copy_(torch.stack((k_scale, k_zero, v_scale, v_zero), dim=-2))
+    views.k.copy_(k)
+    views.v.copy_(v.mT)
+    return data
+
+
+def write_groups(address: int, first_group: int, data: Tensor, layout: PageLayout) -> None:
+    """Store packed groups [num_kv_heads, n, group_bytes] in the page at `address`, from its group `first_group` on."""
+    page_bytes(address, layout, data.device)[:, first_group : first_group + data.shape[1]].copy_(data)
+
+
+def gather_pages(addresses: Sequence[Sequence[int]], layout: PageLayout, device: torch.device) -> Tensor:
+    """Copy the bytes of the same number n of pages for each sequence.
+
+    Args:
+        addresses: [batch][n] addresses; 0 gives zeros.
+    Returns:
+        [batch, num_kv_heads, n * groups_per_page, group_bytes] uint8.
+    """
+    pages = [page_bytes(address, layout, device) for row in addresses for address in row if address]
+    if len(pages) < len(addresses) * len(addresses[0]):
+        shape = layout.num_kv_heads, layout.groups_per_page, layout.group_bytes
+        present, absent = iter(pages), torch.zeros(1, dtype=torch.uint8, device=device).expand(shape)
+        pages = [next(present) if address else absent for row in addresses for address in row]
+    data = torch.stack(pages, dim=1).view(layout.num_kv_heads, len(addresses), -1, layout.group_bytes)
+    return data.transpose(0, 1)
+
+
+def read_groups(data: Tensor, layout: PageLayout) -> tuple[Tensor, Tensor]:
+    """Decode groups to keys and values.
+
+    Args:
+        data: [..., n, group_bytes] uint8, n groups in the order of their tokens.
+    Returns:
+        k, v: [..., n * group_size, head_dim] float32.
+    """
+    views = split_groups(data, layout)
+    if views.scales is None:
+        k, v = views.k.to(torch.float32), views.v.mT.to(torch.float32)
+    else:
+        k_scale, k_zero, v_scale, v_zero = views.scales.unbind(-2)
+        k, v = dequantise_groups(views.k, k_scale, k_zero), dequantise_groups(views.v.mT, v_scale, v_zero)
+    return k.flatten(-3, -2), v.flatten(-3, -2)
+
+
+def read_page(
+    address: int, layout: PageLayout, device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of a page, [num_kv_heads, page_size, head_dim] in `dtype`; groups never written hold garbage."""
+    k, v = read_groups(page_bytes(address, layout, device), layout)
+    return k.to(dtype), v.to(dtype)

@@ -1,0 +1,112 @@
+"""Stage 1: a copy of Dynamo's graph in which sizes are sizes and operations that do nothing are gone.
+
+Dynamo's own graph is never edited: its bookkeeping refers to it. Nothing here changes a value; differences of spelling
+(mul or div, matmul or bmm, ...) are left in the graph and read through `gemkv_compile.passes.lens`, so that an
+attention that is kept computes exactly what it did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from gemkv_compile.passes.lens import argument, op_of, value_of
+from gemkv_compile.passes.symbols import SymbolTable
+
+
+@dataclass(frozen=True)
+class CanonicaliseReport:
+    """What the stage did: size queries folded, operations without effect removed, inputs that are handles."""
+
+    folded_sizes: int
+    removed_noops: int
+    handle_inputs: frozenset[int]
+
+
+def canonicalise(module: GraphModule) -> tuple[GraphModule, CanonicaliseReport]:
+    """Copy the graph, fold size queries and remove operations that do nothing; the input is left as it is."""
+    graph = Graph()
+    output = graph.graph_copy(module.graph, {})
+    source = next(node for node in module.graph.nodes if node.op == "output")
+    graph.output(output).meta.update(source.meta)
+    handles = _replace_handle_values(graph)
+    report = CanonicaliseReport(_fold_sizes(graph), _remove_noops(graph), handles)
+    graph.lint()
+    return GraphModule(module, graph), report
+
+
+def _replace_handle_values(graph: Graph) -> frozenset[int]:
+    """Give inputs that are cache handles the example value of a plain tensor; returns their positions."""
+    handles = set()
+    for index, node in enumerate(node for node in graph.nodes if node.op == "placeholder"):
+        value = value_of(node)
+        if isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value) and hasattr(value, "_marker"):
+            with value._marker.fake_mode:
+                node.meta["example_value"] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+            handles.add(index)
+    return frozenset(handles)
+
+
+def _fold_sizes(graph: Graph) -> int:
+    """Replace size queries by constants and by SymInt inputs, so that only data uses of a tensor are left."""
+    symbols, count = SymbolTable(graph), 0
+    for node in list(graph.nodes):
+        if not _is_size_query(node):
+            continue
+        try:
+            with graph.inserting_before(node):
+                value = value_of(node)
+                whole = isinstance(value, tuple)
+                folded = tuple(symbols.emit(graph, v) for v in value) if whole else symbols.emit(graph, value)
+        except (KeyError, AttributeError):
+            continue
+        replace_uses(node, folded)
+        if not node.users:
+            graph.erase_node(node)
+        count += 1
+    return count
+
+
+def _is_size_query(node: Node) -> bool:
+    name = op_of(node)
+    if name == "getattr":
+        return node.args[1] == "shape"
+    if name == "getitem":
+        return isinstance(value_of(node.args[0]), torch.Size) and isinstance(node.args[1], int)
+    return name in ("size", "dim", "numel") and node.op == "call_method"
+
+
+def _remove_noops(graph: Graph) -> int:
+    count = 0
+    for node in list(graph.nodes):
+        if _is_noop(node):
+            replace_uses(node, node.args[0])
+            graph.erase_node(node)
+            count += 1
+    return count
+
+
+def _is_noop(node: Node) -> bool:
+    name = op_of(node)
+    if name == "dropout":
+        probability = argument(node, 1, "p", 0.5)
+        return (probability == 0 or argument(node, 2, "training", True) is False) and not node.kwargs.get("inplace")
+    if name == "to" and not {"copy", "memory_format", "non_blocking"} & node.kwargs.keys():
+        before, after = value_of(node.args[0]), value_of(node)
+        tensors = isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
+        return tensors and (before.dtype, before.device) == (after.dtype, after.device)
+    return False
+
+
+def replace_uses(node: Node, value: Any) -> None:
+    """Replace every use of `node` by a node or a constant."""
+    replacement: Callable[[Node], Any] = lambda arg: value if arg is node else arg  # noqa: E731
+    for user in list(node.users):
+        user.args = map_arg(user.args, replacement)
+        user.kwargs = map_arg(user.kwargs, replacement)

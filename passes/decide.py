@@ -1,0 +1,212 @@
+"""Stage 5: a verdict per cache: rewritten, with everything its operators need, or kept, with a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from gemkv_compile.compat import expr_of
+from gemkv_compile.errors import GemkvError
+from gemkv_compile.kernels.layout import PageLayout
+from gemkv_compile.kernels.validate import MAX_GROUPS
+from gemkv_compile.passes.lens import value_of
+from gemkv_compile.passes.masks.proof import MaskProof, Padding, Unproven
+from gemkv_compile.passes.prove_masks import prove_mask
+from gemkv_compile.passes.sites import Attention, Cache, Refusal
+from gemkv_compile.passes.symbols import is_known, same_size, static_int
+
+FULL_PAGE_SIZE = 256
+WINDOW_PAGE_SIZE = 64  # a page of 256 tokens would waste up to half of a window of 512
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the compile knows besides the graph: options, and which inputs are cache handles."""
+
+    kv_format: str
+    group_size: int
+    page_size: int | None
+    handle_inputs: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Read:
+    """How one attention reads its cache: a proven mask, or the dense one with the reason why."""
+
+    attention: Attention
+    causal: bool
+    window: int | None
+    padding: Padding | None
+    dense_mask: Node | None
+    predicate: str
+    unproven: Unproven | None
+    window_is_kept_rows: bool = False  # the window is not in the mask: it is the number of rows that the cache keeps
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """The verdict "rewritten" for a cache and its readers."""
+
+    cache: Cache
+    reads: tuple[Read, ...]
+    is_decode: bool
+    keep: int | None
+    window: int | None
+    exact_rows: bool
+    layout: PageLayout
+    device: torch.device
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """Caches that are rewritten, and attentions that are kept."""
+
+    rewrites: tuple[Rewrite, ...]
+    kept: tuple[tuple[Attention, Refusal], ...]
+
+
+def decide(caches: Iterable[Cache], placeholders: list[Node], facts: Facts) -> Verdicts:
+    """Judge each cache as a whole: all its readers are rewritten or none."""
+    rewrites: list[Rewrite] = []
+    kept: list[tuple[Attention, Refusal]] = []
+    proofs: dict[Any, MaskProof | Unproven] = {}
+    for cache in caches:
+        verdict = _judge(cache, placeholders, facts, proofs)
+        if isinstance(verdict, Rewrite):
+            rewrites.append(verdict)
+        else:
+            kept += [(reader, verdict) for reader in cache.readers]
+    return Verdicts(tuple(rewrites), tuple(kept))
+
+
+def _judge(cache: Cache, placeholders: list[Node], facts: Facts, proofs: dict[Any, Any]) -> Rewrite | Refusal:
+    new = new_rows(cache)
+    needs_grad = torch.is_grad_enabled() and any(_requires_grad(n) for n in (cache.new_keys, cache.new_values))
+    refusal = _check_grad(cache, placeholders, facts, needs_grad) or _check_types(cache, new)
+    if refusal is not None:
+        return refusal
+    keep = None if cache.outputs[0].keep is None else static_int(cache.outputs[0].keep)
+    if cache.outputs[0].keep is not None and keep is None:
+        return Refusal("slice_not_constant", "how many rows the cache keeps is no constant.", cache.outputs[0].node)
+    is_decode = static_int(new[2]) == 1
+    reads: list[Read] = []
+    for attention in cache.readers:
+        read = _read(cache, attention, new[2], keep, is_decode, proofs)
+        if isinstance(read, Refusal):
+            return read
+        reads.append(read)
+    windows = [read.window for read in reads]
+    is_windowed = keep is not None or cache.visible is not None or None not in windows
+    page_size = facts.page_size or max(facts.group_size, WINDOW_PAGE_SIZE if is_windowed else FULL_PAGE_SIZE)
+    try:
+        layout = PageLayout(new[1], new[3], page_size, facts.group_size, facts.kv_format, value_of(cache.new_keys).dtype)
+    except GemkvError as error:
+        return Refusal("layout_unsupported", str(error), cache.new_keys)
+    return Rewrite(
+        cache=cache,
+        reads=tuple(reads),
+        is_decode=is_decode and not needs_grad,
+        keep=keep,
+        window=None if None in windows else max(w for w in windows if w is not None),
+        exact_rows=any(read.window_is_kept_rows for read in reads),
+        layout=layout,
+        device=value_of(cache.new_keys).device,
+        requires_grad=needs_grad,
+    )
+
+
+def new_rows(cache: Cache) -> tuple[Any, Any, Any, Any]:
+    """Shape of this call's rows as (batch, num_kv_heads, q_len, head_dim); heads and head_dim are ints if constant."""
+    batch, a, b, dim = value_of(cache.new_keys).shape
+    heads, rows = (a, b) if cache.seq_dim == 2 else (b, a)
+    return batch, static_int(heads) or heads, rows, static_int(dim) or dim
+
+
+def _requires_grad(node: Node) -> bool:
+    return bool(getattr(value_of(node), "requires_grad", False))
+
+
+def _check_grad(cache: Cache, placeholders: list[Node], facts: Facts, needs_grad: bool) -> Refusal | None:
+    pasts = [past for past in (cache.past_keys, cache.past_values) if past is not None]
+    trained = next((past for past in pasts if _requires_grad(past)), None)
+    if trained is not None:
+        return Refusal("past_requires_grad", "the past requires grad (prefix tuning), and pages are outside autograd.", trained)
+    handles = all(placeholders.index(past) in facts.handle_inputs for past in pasts)
+    if needs_grad and not (pasts and handles):
+        return Refusal(
+            "grad_enabled",
+            "keys and values require grad here, so they stay ordinary tensors; generate under torch.no_grad().",
+            cache.readers[0].node,
+        )
+    return None
+
+
+def _check_types(cache: Cache, new: tuple[Any, ...]) -> Refusal | None:
+    batch, heads, rows, dim = new
+    keys = value_of(cache.new_keys)
+    if not isinstance(heads, int) or not isinstance(dim, int):
+        return Refusal("head_dim_unsupported", "head count or head size is no constant of the graph.", cache.new_keys)
+    pasts = [value_of(past) for past in (cache.past_keys, cache.past_values) if past is not None]
+    for value in (value_of(cache.new_values), *pasts):
+        if (value.dtype, value.device) != (keys.dtype, keys.device):
+            return Refusal(
+                "dtype_differs",
+                f"keys, values and past must share dtype and device: {keys.dtype} on {keys.device} and "
+                f"{value.dtype} on {value.device}.",
+                cache.new_keys,
+            )
+    for reader in cache.readers:
+        query = value_of(reader.query)
+        if (query.dtype, query.device) != (keys.dtype, keys.device):
+            return Refusal("dtype_differs", f"the query is {query.dtype}, the keys are {keys.dtype}.", reader.node)
+        q_heads = static_int(query.shape[1])
+        if q_heads is None or q_heads % heads or not 1 <= q_heads // heads <= MAX_GROUPS:
+            return Refusal("heads_unsupported", f"{q_heads} query heads do not share {heads} key/value heads.", reader.node)
+        expected = (batch, rows, dim)
+        if not all(same_size(a, b) for a, b in zip(expected, (query.shape[0], *query.shape[2:]), strict=True)):
+            return Refusal("query_rows_differ", "query and new keys differ in batch, tokens or head size.", reader.node)
+    return None
+
+
+def _read(
+    cache: Cache, attention: Attention, q_len: Any, keep: int | None, is_decode: bool, proofs: dict[Any, Any]
+) -> Read | Refusal:
+    kv_len = value_of(attention.keys).shape[2]
+    key = (attention.mask, attention.is_causal, expr_of(q_len), expr_of(kv_len))
+    if key not in proofs:
+        proofs[key] = prove_mask(attention.mask, is_causal=attention.is_causal, q_len=q_len, kv_len=kv_len)
+    proof = proofs[key]
+    if isinstance(proof, Unproven):
+        if attention.mask is None or not isinstance(value_of(attention.mask), torch.Tensor):
+            return Refusal(proof.reason, proof.sentence, proof.node or attention.node)
+        return Read(attention, False, None, None, attention.mask, "", proof)
+    window = _window(cache, proof, q_len, kv_len, keep, is_decode)
+    if isinstance(window, Refusal):
+        return window
+    from_rows = is_decode and proof.window is None and cache.visible is None and window is not None
+    return Read(attention, proof.causal, window, proof.padding, None, str(proof.predicate), None, from_rows)
+
+
+def _window(
+    cache: Cache, proof: MaskProof, q_len: Any, kv_len: Any, keep: int | None, is_decode: bool
+) -> int | None | Refusal:
+    """The window to use: the proven one, or the one that follows from which rows the cache keeps and shows."""
+    visible = None if cache.visible is None else expr_of(cache.visible)
+    if visible is not None and not same_size(kv_len, value_of(cache.all_keys).shape[cache.seq_dim]):
+        if is_decode and visible.is_Integer:
+            return int(visible) if proof.window is None else min(int(visible), proof.window)
+        if proof.window is None or not is_known(visible - expr_of(q_len) >= proof.window - 1, q_len, cache.visible):
+            return Refusal("rows_hidden", "attention sees only some of the cached rows, and no mask says which.", cache.all_keys)
+    if proof.window is not None or keep is None or not proof.causal:
+        return proof.window
+    if is_decode or is_known(sympy.Le(expr_of(kv_len), keep + 1), kv_len):
+        return keep + 1
+    return None
+
+

@@ -1,0 +1,253 @@
+"""Stage 6: put the paged operators into the graph, and say how the result is to be called."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from gemkv_compile.compat import dynamic_fake_tensor, fake_mode_of
+from gemkv_compile.kernels import ops
+from gemkv_compile.passes.decide import Read, Rewrite, new_rows
+from gemkv_compile.passes.lens import value_of
+from gemkv_compile.passes.liveness import remove_dead
+from gemkv_compile.passes.sites import Cache
+from gemkv_compile.passes.symbols import SymbolTable, free_symbols
+from gemkv_compile.passes.version import pass_version
+from gemkv_compile.plan import (
+    AlignedPadding,
+    Argument,
+    CallPlan,
+    OutputPlan,
+    PaddingPlan,
+    State,
+    StateField,
+    TablePlan,
+)
+
+STATE_FIELDS: tuple[StateField, ...] = ("page_table", "seq_lens", "starts", "tail")
+FIRST_MAX_PAGES = 8
+
+
+@dataclass(frozen=True)
+class RewriteReport:
+    """The rewritten graph's plan and its inputs' example values."""
+
+    plan: CallPlan
+    example_inputs: tuple[Any, ...]
+    removed_nodes: int
+
+
+class _Builder:
+    """Inputs that the rewritten graph gains, in the order in which they are appended."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        self.symbols = SymbolTable(graph)
+        self.sources: dict[Node, State | AlignedPadding] = {}
+        self.paddings: list[PaddingPlan] = []
+        self._padding_nodes: dict[tuple[int, int, Any], Node] = {}
+        self._last = self.placeholders[-1] if self.placeholders else None
+
+    def add(self, name: str, value: torch.Tensor, source: State | AlignedPadding) -> Node:
+        """Append a placeholder."""
+        assert self._last is not None
+        with self.graph.inserting_after(self._last):
+            node = self.graph.placeholder(name)
+        node.meta.update(example_value=value, _dynamo_source=None)
+        self._last = node
+        self.sources[node] = source
+        return node
+
+    def state(self, rewrite: Rewrite, table: int) -> dict[StateField, Node]:
+        """The state tensors of a table."""
+        batch, heads, _, dim = new_rows(rewrite.cache)
+        layout, device = rewrite.layout, rewrite.device
+        mode = fake_mode_of([value_of(rewrite.cache.new_keys)])
+        pages = dynamic_fake_tensor(mode, (batch,), FIRST_MAX_PAGES, torch.int64, device, f"gemkv_pages_{table}")
+        with mode, torch.inference_mode(False):
+            values: dict[StateField, torch.Tensor] = {
+                "page_table": pages,
+                "seq_lens": torch.empty((batch,), dtype=torch.int32, device=device),
+                "starts": torch.empty((batch,), dtype=torch.int32, device=device),
+                "tail": torch.empty((batch, 2, heads, layout.group_size, dim), dtype=layout.model_dtype, device=device),
+            }
+        return {field: self.add(f"{field}_{table}", values[field], State(table, field)) for field in STATE_FIELDS}
+
+    def padding(self, read: Read, table: int) -> Node | None:
+        """The padding mask of a read, aligned with its table; one input for all reads that share it."""
+        if read.padding is None:
+            return None
+        source, index = self.placeholders.index(read.padding.source), len(self.paddings)
+        key = (source, table, read.padding.column)
+        if key not in self._padding_nodes:
+            value = value_of(read.attention.query)
+            mode = fake_mode_of([value])
+            fake = dynamic_fake_tensor(mode, (value.shape[0],), 64, torch.bool, value.device, f"gemkv_padding_{index}")
+            self._padding_nodes[key] = self.add(f"padding_{index}", fake, AlignedPadding(index))
+            self.paddings.append(PaddingPlan(source, self.symbols.size(read.padding.column), table))
+        return self._padding_nodes[key]
+
+
+def rewrite_graph(module: GraphModule, rewrites: tuple[Rewrite, ...], pool_bytes: int | None) -> RewriteReport:
+    """Replace attentions and cache updates by paged operators; edits `module` (a canonicalised copy) in place."""
+    graph = module.graph
+    build = _Builder(graph)
+    tables = []
+    for index, rewrite in enumerate(rewrites):
+        _insert_operators(build, rewrite, index)
+        tables.append(_table_plan(build, rewrite, pool_bytes))
+    results, num_outputs = _drop_cache_outputs(graph, rewrites)
+    removed = remove_dead(graph)
+    inputs, examples = _keep_used_inputs(graph, build)
+    graph.lint()
+    module.recompile()
+    plan = CallPlan(inputs, tuple(tables), tuple(build.paddings), results, num_outputs)
+    return RewriteReport(plan, examples, removed)
+
+
+def _insert_operators(build: _Builder, rewrite: Rewrite, table: int) -> None:
+    """Decode: append, then read pages. Chunk: attend to pages and this call's rows, then append."""
+    graph, cache = build.graph, rewrite.cache
+    if cache.past_keys is None:  # past and new rows together are the new rows
+        for rows, new in ((cache.all_keys, cache.new_keys), (cache.all_values, cache.new_values)):
+            if rows is not new:
+                rows.replace_all_uses_with(new)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    readers = sorted(rewrite.reads, key=lambda read: order[read.attention.node])
+    state = build.state(rewrite, table)
+    first, last = readers[0].attention.node, readers[-1].attention.node
+    with graph.inserting_before(first):
+        keys, values = (_rows_first(graph, node, cache) for node in (cache.new_keys, cache.new_values))
+        if rewrite.is_decode:
+            _append(graph, rewrite, keys, values, state)
+    for read in readers:
+        with graph.inserting_before(read.attention.node):
+            result = _attend(build, rewrite, read, table, keys, values, state)
+        _replace_attention(graph, read.attention.node, result)
+    if not rewrite.is_decode:
+        with graph.inserting_after(last):
+            anchor = graph.call_function(_anchor)
+        with graph.inserting_before(anchor):
+            _append(graph, rewrite, keys, values, state)
+        graph.erase_node(anchor)
+
+
+def _anchor() -> None:
+    """Marks a place in a graph while nodes are inserted there."""
+
+
+def _append(graph: Graph, rewrite: Rewrite, keys: Node, values: Node, state: dict[StateField, Node]) -> None:
+    if rewrite.requires_grad:
+        keys, values = (_call(graph, "detach", (node,), value_of(node).detach()) for node in (keys, values))
+    arguments = (keys, values, state["page_table"], state["seq_lens"], state["tail"], *_format(rewrite))
+    graph.call_function(torch.ops.gemkv.append_kv.default, arguments)
+
+
+def _attend(
+    build: _Builder, rewrite: Rewrite, read: Read, table: int, keys: Node, values: Node, state: dict[StateField, Node]
+) -> Node:
+    graph, attention = build.graph, read.attention
+    masks = (build.padding(read, table), _four_dims(graph, read.dense_mask), None)
+    paged = (*(state[field] for field in STATE_FIELDS), *masks, attention.scale, attention.softcap)
+    if rewrite.is_decode:
+        target: Any = torch.ops.gemkv.attend_pages.default
+        arguments = (attention.query, *paged, read.window, *_format(rewrite))
+    else:
+        target = torch.ops.gemkv.attend_chunk.default
+        arguments = (attention.query, keys, values, *paged, read.causal, read.window, *_format(rewrite))
+    both = graph.call_function(target, arguments)
+    query = value_of(attention.query)
+    with fake_mode_of([query]):
+        example = ops._empty_result(query)
+    both.meta["example_value"] = example
+    result = graph.call_function(operator.getitem, (both, 0))
+    result.meta["example_value"] = example[0]
+    for node in (both, result):
+        node.meta["stack_trace"] = attention.node.meta.get("stack_trace")
+    return result
+
+
+def _format(rewrite: Rewrite) -> tuple[int, str, str]:
+    return rewrite.layout.page_size, rewrite.layout.kv_format, pass_version()
+
+
+def _replace_attention(graph: Graph, old: Node, new: Node) -> None:
+    """Let `new` stand for `old`; a user that views memory as it was laid out gets the old layout."""
+    before, after = value_of(old), value_of(new)
+    views = any(user.op == "call_method" and user.target == "view" for user in old.users)
+    if views and before.is_contiguous() and not after.is_contiguous():
+        with graph.inserting_after(new):
+            new = _call(graph, "contiguous", (new,), before)
+    old.replace_all_uses_with(new)
+
+
+def _rows_first(graph: Graph, node: Node, cache: Cache) -> Node:
+    """New rows as [batch, num_kv_heads, q_len, head_dim]."""
+    return node if cache.seq_dim == 2 else _call(graph, "transpose", (node, 1, 2), value_of(node).transpose(1, 2))
+
+
+def _four_dims(graph: Graph, mask: Node | None) -> Node | None:
+    if mask is None:
+        return None
+    while value_of(mask).ndim < 4:
+        mask = _call(graph, "unsqueeze", (mask, 0), value_of(mask).unsqueeze(0))
+    return mask
+
+
+def _call(graph: Graph, method: str, arguments: tuple[Any, ...], example: Any) -> Node:
+    node = graph.call_method(method, arguments)
+    node.meta["example_value"] = example
+    return node
+
+
+def _table_plan(build: _Builder, rewrite: Rewrite, pool_bytes: int | None) -> TablePlan:
+    cache = rewrite.cache
+    batch, _, q_len, _ = new_rows(cache)
+    pasts = [None if past is None else build.placeholders.index(past) for past in (cache.past_keys, cache.past_values)]
+    return TablePlan(
+        past_keys=pasts[0],
+        past_values=pasts[1],
+        seq_dim=cache.seq_dim,
+        batch=build.symbols.size(batch),
+        num_tokens=build.symbols.size(q_len),
+        keep=rewrite.keep,
+        window=rewrite.window,
+        exact_rows=rewrite.exact_rows,
+        layout=rewrite.layout,
+        device=rewrite.device,
+        pool_bytes=pool_bytes,
+        outputs=tuple(OutputPlan(output.index, output.role, rewrite.keep) for output in cache.outputs),
+    )
+
+
+def _drop_cache_outputs(graph: Graph, rewrites: tuple[Rewrite, ...]) -> tuple[tuple[tuple[int, int], ...], int]:
+    """Return only what is no cache; maps original output positions to the new ones."""
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    returned = list(output.args[0])
+    dropped = {cache_output.index for rewrite in rewrites for cache_output in rewrite.cache.outputs}
+    kept = [index for index in range(len(returned)) if index not in dropped]
+    output.args = (tuple(returned[index] for index in kept),)
+    return tuple((index, position) for position, index in enumerate(kept)), len(returned)
+
+
+def _keep_used_inputs(graph: Graph, build: _Builder) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Erase placeholders that nothing needs; where the others come from, and their example values."""
+    needed = [n for n in graph.nodes if n.op == "placeholder" and (n.users or n in build.sources)]
+    tensors = [value_of(n) for n in needed]
+    symbols = free_symbols(v for v in tensors if isinstance(v, torch.Tensor))
+    for node in build.placeholders:
+        value = value_of(node)
+        if not node.users and isinstance(value, torch.SymInt) and free_symbols([value]) & symbols:
+            needed.append(node)
+        elif not node.users:
+            graph.erase_node(node)
+    inputs, examples = [], []
+    for node in (n for n in graph.nodes if n.op == "placeholder"):
+        inputs.append(build.sources.get(node) or Argument(build.placeholders.index(node)))
+        examples.append(value_of(node))
+    return tuple(inputs), tuple(examples)

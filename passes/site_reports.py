@@ -1,0 +1,79 @@
+"""From verdicts to the sites of a report: which attention, what happened, why, and where it stands in the source."""
+
+from __future__ import annotations
+
+import re
+
+from torch.fx import Graph, Node
+
+from gemkv_compile.passes.decide import Read, Rewrite, Verdicts
+from gemkv_compile.passes.find_attention import AttentionReport
+from gemkv_compile.passes.find_updates import UpdateReport
+from gemkv_compile.passes.lens import module_path, source_line, value_of
+from gemkv_compile.passes.sites import Attention, Refusal
+from gemkv_compile.passes.symbols import static_int
+from gemkv_compile.report import Site, describe_mask
+
+
+def describe_sites(
+    graph: Graph, verdicts: Verdicts, attentions: AttentionReport, updates: UpdateReport
+) -> tuple[Site, ...]:
+    """One site per attention and per unread cache update, in graph order."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    sites: list[tuple[Node, Site]] = []
+    for rewrite in verdicts.rewrites:
+        sites += [(read.attention.node, _rewritten(rewrite, read)) for read in rewrite.reads]
+    for attention, refusal in (*verdicts.kept, *updates.without):
+        sites.append((attention.node, _kept(attention, refusal)))
+    for refusal in (*attentions.refused, *updates.unread):
+        sites.append((refusal.node, _refused(refusal)))
+    sites.sort(key=lambda pair: order[pair[0]])
+    return tuple(_numbered(site, node, i) for i, (node, site) in enumerate(sites))
+
+
+def _rewritten(rewrite: Rewrite, read: Read) -> Site:
+    reason, sentence = ("", "") if read.unproven is None else (read.unproven.reason, read.unproven.sentence)
+    return Site(
+        layer=0,
+        module="",
+        status="rewritten",
+        reason=reason,
+        sentence=sentence,
+        source=source_line(read.attention.node),
+        operator="attend_pages" if rewrite.is_decode else "attend_chunk",
+        mask=describe_mask(read.causal, read.window, read.padding, read.dense_mask is not None),
+        num_q_heads=static_int(value_of(read.attention.query).shape[1]),
+        num_kv_heads=rewrite.layout.num_kv_heads,
+        head_dim=rewrite.layout.head_dim,
+        window=read.window,
+        softcap=read.attention.softcap,
+        rule=f"{read.attention.rule}, {rewrite.cache.rule}",
+    )
+
+
+def _kept(attention: Attention, refusal: Refusal) -> Site:
+    query, keys = value_of(attention.query), value_of(attention.keys)
+    return Site(
+        layer=0,
+        module="",
+        status="kept",
+        reason=refusal.reason,
+        sentence=refusal.sentence,
+        source=source_line(refusal.node) or source_line(attention.node),
+        num_q_heads=static_int(query.shape[1]),
+        num_kv_heads=static_int(keys.shape[1]),
+        head_dim=static_int(query.shape[-1]),
+        softcap=attention.softcap,
+        rule=attention.rule,
+    )
+
+
+def _refused(refusal: Refusal) -> Site:
+    return Site(0, "", "kept", refusal.reason, refusal.sentence, source_line(refusal.node))
+
+
+def _numbered(site: Site, node: Node, position: int) -> Site:
+    """The site with its module path, and its layer number from that path (else its position among the sites)."""
+    path = module_path(node)
+    number = re.search(r"\.(\d+)(?:\.|$)", f".{path}")
+    return Site(**{**vars(site), "layer": int(number[1]) if number else position, "module": path or f"attention {position}"})

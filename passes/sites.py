@@ -1,0 +1,77 @@
+"""What the finding stages say: an attention, a cache, or a refusal with its sentence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why something is kept: a reason code, one sentence for the user, and the node it is about."""
+
+    reason: str
+    sentence: str
+    node: Node
+
+
+@dataclass(frozen=True)
+class Attention:
+    """softmax(softcap(scale * query @ keys^T) + mask) @ values, whichever way the graph spells it.
+
+    Args:
+        node: The output, [batch, num_q_heads, q_len, head_dim].
+        query: [batch, num_q_heads, q_len, head_dim].
+        keys, values: [batch, num_kv_heads, kv_len, head_dim], before heads are repeated for their query group.
+        mask: Boolean (True: attend) or additive, broadcastable to [batch, num_q_heads, q_len, kv_len], or None.
+        is_causal: Whether the operator masks causally, aligned at the top left.
+    """
+
+    node: Node
+    query: Node
+    keys: Node
+    values: Node
+    scale: float
+    softcap: float | None
+    mask: Node | None
+    is_causal: bool
+    rule: str
+
+
+@dataclass(frozen=True)
+class CacheOutput:
+    """A graph output that is all cached rows or the last `keep`: its position, and the node that stands there."""
+
+    index: int
+    role: int
+    keep: Any  # None, int or SymInt
+    node: Node
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A key/value cache that the graph updates.
+
+    Args:
+        new_keys, new_values: This call's rows, [batch, num_kv_heads, q_len, head_dim] (seq_dim 2) or with dimensions 1
+            and 2 exchanged (seq_dim 1).
+        past_keys, past_values: Placeholders, or None where the cache starts.
+        all_keys, all_values: The nodes of past and new rows together.
+        visible: Attention sees only the last `visible` rows, or None for all (int or SymInt).
+        readers: The attentions over this cache.
+        rule: The update idiom.
+    """
+
+    new_keys: Node
+    new_values: Node
+    past_keys: Node | None
+    past_values: Node | None
+    all_keys: Node
+    all_values: Node
+    seq_dim: int
+    visible: Any
+    outputs: tuple[CacheOutput, ...]
+    readers: tuple[Attention, ...]
+    rule: str

@@ -1,0 +1,36 @@
+"""Guards and fixtures for all tests."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+ROOT = Path(__file__).parent.parent
+
+
+def pytest_configure(config):
+    """Stop with one clear line if this repository's `kernels` folder hides the package of that name."""
+    spec = importlib.util.find_spec("kernels")
+    if spec is not None and any(Path(place).resolve() == ROOT / "kernels" for place in spec.submodule_search_locations or ()):
+        pytest.exit("`kernels` imports this repository's folder: run `pytest`, not `python -m pytest`, or set PYTHONSAFEPATH=1.")
+    if str(ROOT) in sys.path:
+        sys.path.remove(str(ROOT))
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """Each test compiles for itself, and leaves no page behind that it did not mean to."""
+    import torch
+
+    from gemkv_compile.inner import shared_compiles
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    shared_compiles.clear()
+    torch.manual_seed(0)
+    yield

@@ -1,0 +1,154 @@
+"""Small random models of real families, and modules written by hand."""
+
+import functools
+
+import torch
+from torch import nn
+
+VOCAB = 256
+WINDOW = 16
+COMMON = dict(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=128,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=1024,
+)
+
+
+def gemma3(**changes):
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    layers = dict(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=WINDOW)
+    return Gemma3ForCausalLM, Gemma3TextConfig(**COMMON | layers | changes)
+
+
+def gemma2(**changes):
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    return Gemma2ForCausalLM, Gemma2Config(**COMMON | dict(num_hidden_layers=2, sliding_window=WINDOW) | changes)
+
+
+def gemma1(**changes):
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    return GemmaForCausalLM, GemmaConfig(**COMMON | dict(num_hidden_layers=2) | changes)
+
+
+def llama(**changes):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM, LlamaConfig(**COMMON | dict(num_hidden_layers=2) | changes)
+
+
+def qwen3(**changes):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM, Qwen3Config(**COMMON | dict(num_hidden_layers=2) | changes)
+
+
+def mistral(**changes):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return MistralForCausalLM, MistralConfig(**COMMON | dict(num_hidden_layers=2, sliding_window=WINDOW) | changes)
+
+
+FAMILIES = {f.__name__: f for f in (gemma1, gemma2, gemma3, llama, qwen3, mistral)}
+
+
+def build(family, attention="sdpa", seed=0, dtype=torch.float32, **changes):
+    """A small random model of a family, in eval mode, that never stops early."""
+    model_class, config = FAMILIES[family](**changes)
+    torch.manual_seed(seed)
+    model = model_class._from_config(config, attn_implementation=attention).to(dtype).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def prompt(batch, tokens, seed=0):
+    """Random token ids [batch, tokens]."""
+    return torch.randint(5, VOCAB, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+class TupleAttention(nn.Module):
+    """Attention over a (keys, values) tuple, as people write it."""
+
+    def __init__(self, dim=64, heads=4, kv_heads=2, head_dim=16, rows_first=False):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim, self.rows_first = heads, kv_heads, head_dim, rows_first
+        self.q = nn.Linear(dim, heads * head_dim, bias=False)
+        self.k = nn.Linear(dim, kv_heads * head_dim, bias=False)
+        self.v = nn.Linear(dim, kv_heads * head_dim, bias=False)
+        self.o = nn.Linear(heads * head_dim, dim, bias=False)
+
+    def forward(self, x, past=None):
+        batch, length, _ = x.shape
+        q = self.q(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)
+        k = self.k(x).view(batch, length, self.kv_heads, self.head_dim)
+        v = self.v(x).view(batch, length, self.kv_heads, self.head_dim)
+        seq_dim = 1 if self.rows_first else 2
+        if not self.rows_first:
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        if past is not None:
+            k, v = torch.cat([past[0], k], dim=seq_dim), torch.cat([past[1], v], dim=seq_dim)
+        present = (k, v)
+        if self.rows_first:
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        total = k.shape[2]
+        visible = torch.arange(total)[None, :] <= torch.arange(length)[:, None] + (total - length)
+        repeats = self.heads // self.kv_heads
+        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+        return self.o(y.transpose(1, 2).reshape(batch, length, -1)), present
+
+
+class TupleModel(nn.Module):
+    """A decoder written by hand: returns (logits, [(keys, values), ...]); imports nothing but torch."""
+
+    def __init__(self, layers=2, dim=64, rows_first=False):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, dim)
+        self.position = nn.Embedding(1024, dim)
+        self.layers = nn.ModuleList(TupleAttention(dim, rows_first=rows_first) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(layers))
+        self.head = nn.Linear(dim, VOCAB, bias=False)
+        self.rows_first = rows_first
+
+    def forward(self, ids, pasts=None):
+        seen = 0 if pasts is None else pasts[0][0].shape[1 if self.rows_first else 2]
+        x = self.embed(ids) + self.position(torch.arange(seen, seen + ids.shape[1]))
+        presents = []
+        for i, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
+            y, present = layer(norm(x), None if pasts is None else pasts[i])
+            x = x + y
+            presents.append(present)
+        return self.head(x), presents
+
+
+def tuple_model(seed=0, **changes):
+    """A TupleModel in eval mode."""
+    torch.manual_seed(seed)
+    return TupleModel(**changes).eval()
+
+
+def greedy(model, ids, steps, pasts=None):
+    """Greedy decoding with a tuple cache; returns all new tokens [batch, steps], the logits and the cache."""
+    tokens, kept = [], []
+    with torch.no_grad():
+        for _ in range(steps):
+            logits, pasts = model(ids, pasts)
+            ids = logits[:, -1:].argmax(-1)
+            tokens.append(ids)
+            kept.append(logits[:, -1])
+    return torch.cat(tokens, 1), torch.stack(kept, 1), pasts
+
+
+@functools.cache
+def generated(family, batch, tokens, steps, attention="sdpa", **kwargs):
+    """Eager greedy generation of a family's tiny model (computed once)."""
+    model = build(family, attention)
+    with torch.no_grad():
+        return model.generate(prompt(batch, tokens), max_new_tokens=steps, do_sample=False, **kwargs)
