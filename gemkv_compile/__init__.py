@@ -1,7 +1,7 @@
 """A torch.compile backend that finds attention and KV-cache updates, proves what they mean, and pages them in INT8.
 
-    model.compile(backend="gemkv")      # or gemkv_compile.compile(model), or torch.compile(model, backend="gemkv")
-    model.generate(...)                 # unchanged
+model.compile(backend="gemkv")      # or gemkv_compile.compile(model), or torch.compile(model, backend="gemkv")
+model.generate(...)                 # unchanged
 """
 
 from __future__ import annotations

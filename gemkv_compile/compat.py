@@ -72,13 +72,17 @@ def size_hints(shape_env: Any) -> dict[Any, int]:
 
 def size_guards(shape_env: Any) -> list[Any]:
     """The conditions under which the graph may run, as sympy conditions over its symbols."""
-    return [guard.expr for guard in shape_env.guards]
+    asserts = [each.expr for group in shape_env.deferred_runtime_asserts.values() for each in group]
+    return [guard.expr for guard in shape_env.guards] + asserts
 
 
-def smallest_size(shape_env: Any, symbol: Any) -> int | None:
-    """The lower end of what a symbol may be, or None when it has none."""
-    lower = shape_env.var_to_range[symbol].lower if symbol in shape_env.var_to_range else None
-    return int(lower) if lower is not None and lower.is_Integer else None
+def size_range(shape_env: Any, symbol: Any) -> tuple[int | None, int | None]:
+    """The lowest and highest value that a symbol may have; None where there is no such bound."""
+    ends = shape_env.var_to_range.get(symbol)
+    if ends is None:
+        return None, None
+    lower, upper = (int(end) if end.is_Integer else None for end in (ends.lower, ends.upper))
+    return lower, upper
 
 
 def schemas_of(target: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Every error a user can meet: one class per mistake, each message with what was expected, what was given and the remedy."""
+"""Every error a user can meet: one class per mistake; messages say what was expected, what was given, what to do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class UnsupportedDtype(GemkvError, TypeError):
     """A key, value or query dtype that the kernels do not have."""
 
     def __init__(self, dtype: object, where: str = "K/V") -> None:
-        super().__init__(f"{where} must be float16, bfloat16 or float32, got {dtype}. Cast the model, e.g. model.to(torch.bfloat16).")
+        super().__init__(
+            f"{where} must be float16, bfloat16 or float32, got {dtype}. Cast the model, e.g. model.to(torch.bfloat16)."
+        )
 
 
 class UnsupportedGroups(GemkvError, ValueError):

@@ -53,7 +53,9 @@ def choose_inner(inner: str | Callable[..., Any], mode: str | None, example_inpu
     try:
         backend = torch._dynamo.lookup_backend(inner)
     except Exception as error:
-        raise InvalidOption(f"inner={inner!r} is no torch.compile backend; see torch.compiler.list_backends().") from error
+        raise InvalidOption(
+            f"inner={inner!r} is no torch.compile backend; see torch.compiler.list_backends()."
+        ) from error
     return InnerCompiler(inner, backend, adds_guards=True)
 
 
@@ -76,7 +78,9 @@ class SharedCompiles:
         self._lock = threading.Lock()
         self.compiles = 0
 
-    def compile(self, inner: InnerCompiler, mode: str | None, module: GraphModule, examples: Sequence[Any]) -> tuple[Compiled, bool]:
+    def compile(
+        self, inner: InnerCompiler, mode: str | None, module: GraphModule, examples: Sequence[Any]
+    ) -> tuple[Compiled, bool]:
         """The compiled graph, and whether an earlier graph's result serves it."""
         key = f"{inner.name} {mode} {torch.is_grad_enabled()} {graph_key(module, examples)}"
         shareable = not any(node.op in ("get_attr", "call_module") for node in module.graph.nodes)

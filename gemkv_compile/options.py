@@ -64,7 +64,9 @@ class Options:
         if not isinstance(self.strict, bool):
             raise InvalidOption(f"strict must be True or False, got {self.strict!r}.")
         if not callable(self.inner) and not isinstance(self.inner, str):
-            raise InvalidOption(f"inner must be one of {INNER_COMPILERS}, a backend's name or a function, got {self.inner!r}.")
+            raise InvalidOption(
+                f"inner must be one of {INNER_COMPILERS}, a backend's name or a function, got {self.inner!r}."
+            )
         _not_yet("cuda_graphs", self.cuda_graphs, False)
         _not_yet("prefill", self.prefill, "auto")
         _not_yet("drop", self.drop, None)

@@ -13,7 +13,7 @@ QUIET_SECONDS = 5.0
 
 @contextmanager
 def progress_line(what: str, quiet: float = QUIET_SECONDS) -> Iterator[None]:
-    """Say on stderr what is going on if the block takes longer than `quiet` seconds, and how long it took in the end."""
+    """Say on stderr what is going on if the block takes more than `quiet` seconds, and how long it took in the end."""
     begin = time.monotonic()
     spoken = threading.Event()
 

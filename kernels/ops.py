@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gemkv_compile.kernels.results import empty_results
 from gemkv_compile.kernels.validate import check_keys, check_masks, check_queries, check_scores, check_state
 
 
@@ -107,7 +108,7 @@ def attend_pages(
 
 @attend_pages.register_fake
 def _(q, *args):
-    return _empty_result(q)
+    return empty_results(q)
 
 
 @torch.library.custom_op("gemkv::attend_chunk", mutates_args=())
@@ -138,7 +139,8 @@ def attend_chunk(
         causal: A query attends to no token after its own.
         window: A query attends to no token `window` or more before its own.
     Returns:
-        out [B, Hq, Q, D] in q's dtype; lse [B, Hq, Q] float32, the natural logarithm of the sum of exponentials.
+        out [B, Hq, Q, D] in q's dtype, the heads of a token side by side in memory; lse [B, Hq, Q] float32, the
+        natural logarithm of the sum of exponentials.
     Differentiable in q, k and v; the past is constant, and its pages must still be there in the backward pass.
     """
     from gemkv_compile.kernels.attend_chunk.reference import attend_chunk_reference
@@ -155,7 +157,7 @@ def attend_chunk(
 
 @attend_chunk.register_fake
 def _(q, *args):
-    return _empty_result(q)
+    return empty_results(q)
 
 
 @torch.library.custom_op("gemkv::attend_chunk_backward", mutates_args=())
@@ -210,11 +212,6 @@ def copy_state(
 @copy_state.register_fake
 def _(*state):
     return tuple(torch.empty_like(x) for x in state)
-
-
-def _empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    return out, torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
 
 
 def _refuse_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

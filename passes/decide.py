@@ -105,7 +105,9 @@ def _judge(cache: Cache, placeholders: list[Node], facts: Facts, proofs: dict[An
     is_windowed = keep is not None or cache.visible is not None or None not in windows
     page_size = facts.page_size or max(facts.group_size, WINDOW_PAGE_SIZE if is_windowed else FULL_PAGE_SIZE)
     try:
-        layout = PageLayout(new[1], new[3], page_size, facts.group_size, facts.kv_format, value_of(cache.new_keys).dtype)
+        layout = PageLayout(
+            new[1], new[3], page_size, facts.group_size, facts.kv_format, value_of(cache.new_keys).dtype
+        )
     except GemkvError as error:
         return Refusal("layout_unsupported", str(error), cache.new_keys)
     return Rewrite(
@@ -136,7 +138,9 @@ def _check_grad(cache: Cache, placeholders: list[Node], facts: Facts, needs_grad
     pasts = [past for past in (cache.past_keys, cache.past_values) if past is not None]
     trained = next((past for past in pasts if _requires_grad(past)), None)
     if trained is not None:
-        return Refusal("past_requires_grad", "the past requires grad (prefix tuning), and pages are outside autograd.", trained)
+        return Refusal(
+            "past_requires_grad", "the past requires grad (prefix tuning), and pages are outside autograd.", trained
+        )
     handles = all(placeholders.index(past) in facts.handle_inputs for past in pasts)
     if needs_grad and not (pasts and handles):
         return Refusal(
@@ -167,7 +171,9 @@ def _check_types(cache: Cache, new: tuple[Any, ...]) -> Refusal | None:
             return Refusal("dtype_differs", f"the query is {query.dtype}, the keys are {keys.dtype}.", reader.node)
         q_heads = static_int(query.shape[1])
         if q_heads is None or q_heads % heads or not 1 <= q_heads // heads <= MAX_GROUPS:
-            return Refusal("heads_unsupported", f"{q_heads} query heads do not share {heads} key/value heads.", reader.node)
+            return Refusal(
+                "heads_unsupported", f"{q_heads} query heads do not share {heads} key/value heads.", reader.node
+            )
         expected = (batch, rows, dim)
         if not all(same_size(a, b) for a, b in zip(expected, (query.shape[0], *query.shape[2:]), strict=True)):
             return Refusal("query_rows_differ", "query and new keys differ in batch, tokens or head size.", reader.node)
@@ -195,18 +201,18 @@ def _read(
 
 def _window(
     cache: Cache, proof: MaskProof, q_len: Any, kv_len: Any, keep: int | None, is_decode: bool
-) -> int | None | Refusal:
+) -> int | Refusal | None:
     """The window to use: the proven one, or the one that follows from which rows the cache keeps and shows."""
     visible = None if cache.visible is None else expr_of(cache.visible)
     if visible is not None and not same_size(kv_len, value_of(cache.all_keys).shape[cache.seq_dim]):
         if is_decode and visible.is_Integer:
             return int(visible) if proof.window is None else min(int(visible), proof.window)
         if proof.window is None or not is_known(visible - expr_of(q_len) >= proof.window - 1, q_len, cache.visible):
-            return Refusal("rows_hidden", "attention sees only some of the cached rows, and no mask says which.", cache.all_keys)
+            return Refusal(
+                "rows_hidden", "attention sees only some of the cached rows, and no mask says which.", cache.all_keys
+            )
     if proof.window is not None or keep is None or not proof.causal:
         return proof.window
     if is_decode or is_known(sympy.Le(expr_of(kv_len), keep + 1), kv_len):
         return keep + 1
     return None
-
-

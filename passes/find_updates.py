@@ -135,7 +135,9 @@ def _used_elsewhere(graph: Graph, cache: Cache) -> Refusal | None:
         if rows in live:
             user = next((user for user in rows.users if user in live and user not in replaced), rows)
             what = "the past is" if rows.op == "placeholder" else "the cached rows are"
-            return Refusal("cache_used_elsewhere", f"{what} also used by something that is no attention ({user}).", user)
+            return Refusal(
+                "cache_used_elsewhere", f"{what} also used by something that is no attention ({user}).", user
+            )
     return None
 
 

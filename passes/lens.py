@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 _METHODS = frozenset(
-    "matmul bmm mul div add sub softmax transpose permute reshape view expand unsqueeze squeeze contiguous to float half "
-    "bfloat16 type type_as size dim numel tanh masked_fill repeat_interleave clone narrow flatten swapaxes "
-    "movedim repeat shape detach".split()
+    "matmul bmm mul div add sub softmax transpose permute reshape view expand unsqueeze contiguous to float half "
+    "bfloat16 type type_as size dim numel tanh masked_fill repeat_interleave clone flatten swapaxes".split()
 )
 _SAME = {
     "view": "reshape",
@@ -102,7 +101,7 @@ def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
 
 
 def source_line(node: Node) -> str:
-    """"file:line, in function: code" of the innermost user frame that made the node, or "" if unknown."""
+    """ "file:line, in function: code" of the innermost user frame that made the node, or "" if unknown."""
     lines = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip()]
     frames = [i for i, line in enumerate(lines) if line.startswith("File ")]
     if not frames:

@@ -54,19 +54,24 @@ def prove_mask(
     facts = Facts(compat.shape_env_of(q_len, kv_len, *_graph_inputs(mask)))
     sizes = {Q: facts.resolve(compat.expr_of(q_len)), KV: facts.resolve(compat.expr_of(kv_len))}
     sizes |= {axis: compat.expr_of(size) for axis, size in ((H, num_q_heads), (B, batch)) if size is not None}
-    reader = MaskReader(facts)
+    domain = Domain(facts, sizes)
     try:
-        if mask is None:
-            return _prove_flag(is_causal, Domain(facts, sizes))
-        if is_causal:
-            refuse("mask_residual", "the attention has a mask and is_causal=True, which PyTorch does not allow", mask)
-        domain, formula = _place(_read(mask, reader), Domain(facts, sizes), mask)
-        proof = normalise(formula, Findings(domain, reader.sources, mask))
-        check_proof(proof, Subject(mask, formula, reader.formulas, reader.sources, domain))
+        # Numbers are real and on the CPU, whatever is being traced and wherever the model runs.
+        with compat.outside_fake_mode(), torch.device("cpu"), torch.no_grad():
+            return _prove_flag(is_causal, domain) if mask is None else _prove(mask, is_causal, domain)
     except Refused as refused:
         return refused.unproven
     except Mismatch as mismatch:
         return Unproven("mask_residual", f"the mask's proof failed its numeric check: {mismatch}", mask)
+
+
+def _prove(mask: fx.Node, is_causal: bool, domain: Domain) -> MaskProof:
+    if is_causal:
+        refuse("mask_residual", "the attention has a mask and is_causal=True, which PyTorch does not allow", mask)
+    reader = MaskReader(domain.facts)
+    domain, formula = _place(_read(mask, reader), domain, mask)
+    proof = normalise(formula, Findings(domain, reader.sources, mask))
+    check_proof(proof, Subject(mask, formula, reader.formulas, reader.sources, domain))
     return proof
 
 
@@ -112,7 +117,7 @@ def _shown(tensor: Indexed, dtype: torch.dtype, mask: fx.Node) -> Boolean:
     return tensor.value.where(lambda number: number == 0)
 
 
-def _place(tensor: Indexed, domain: Domain, mask: fx.Node | None) -> tuple[Domain, Boolean]:
+def _place(tensor: Indexed, domain: Domain, mask: fx.Node) -> tuple[Domain, Boolean]:
     """The formula over the attention's own indices, once the mask is broadcast to its scores."""
     sizes, pinned = dict(domain.sizes), {}
     if len(tensor.dims) > 4:

@@ -10,7 +10,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from gemkv_compile.compat import dynamic_fake_tensor, fake_mode_of
-from gemkv_compile.kernels import ops
+from gemkv_compile.kernels import ops  # noqa: F401  (registers the operators)
+from gemkv_compile.kernels.results import empty_results
 from gemkv_compile.passes.decide import Read, Rewrite, new_rows
 from gemkv_compile.passes.lens import value_of
 from gemkv_compile.passes.liveness import remove_dead
@@ -163,7 +164,7 @@ def _attend(
     both = graph.call_function(target, arguments)
     query = value_of(attention.query)
     with fake_mode_of([query]):
-        example = ops._empty_result(query)
+        example = empty_results(query)
     both.meta["example_value"] = example
     result = graph.call_function(operator.getitem, (both, 0))
     result.meta["example_value"] = example[0]

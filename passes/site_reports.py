@@ -76,4 +76,6 @@ def _numbered(site: Site, node: Node, position: int) -> Site:
     """The site with its module path, and its layer number from that path (else its position among the sites)."""
     path = module_path(node)
     number = re.search(r"\.(\d+)(?:\.|$)", f".{path}")
-    return Site(**{**vars(site), "layer": int(number[1]) if number else position, "module": path or f"attention {position}"})
+    return Site(
+        **{**vars(site), "layer": int(number[1]) if number else position, "module": path or f"attention {position}"}
+    )

@@ -1,4 +1,4 @@
-"""The version of the passes: part of every operator call, so that no compile cache outlives a change to them."""
+"""The version of passes and operators: part of every operator call, so that no compile cache outlives a change."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import functools
 import hashlib
 from pathlib import Path
 
-from gemkv_compile.kernels.layout import FORMAT_VERSION
+from gemkv_compile.kernels import layout
 
 
 @functools.cache
 def pass_version() -> str:
-    """A hash of the source of every pass, with the version of the page format."""
+    """A hash of the source of every pass and operator, with the version of the page format."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return f"{FORMAT_VERSION}-{digest.hexdigest()[:12]}"
+    for folder in (Path(__file__).parent, Path(layout.__file__).parent):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return f"{layout.FORMAT_VERSION}-{digest.hexdigest()[:12]}"

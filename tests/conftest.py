@@ -16,8 +16,12 @@ ROOT = Path(__file__).parent.parent
 def pytest_configure(config):
     """Stop with one clear line if this repository's `kernels` folder hides the package of that name."""
     spec = importlib.util.find_spec("kernels")
-    if spec is not None and any(Path(place).resolve() == ROOT / "kernels" for place in spec.submodule_search_locations or ()):
-        pytest.exit("`kernels` imports this repository's folder: run `pytest`, not `python -m pytest`, or set PYTHONSAFEPATH=1.")
+    if spec is not None and any(
+        Path(place).resolve() == ROOT / "kernels" for place in spec.submodule_search_locations or ()
+    ):
+        pytest.exit(
+            "`kernels` imports this repository's folder: run `pytest`, not `python -m pytest`, or set PYTHONSAFEPATH=1."
+        )
     if str(ROOT) in sys.path:
         sys.path.remove(str(ROOT))
 

@@ -20,7 +20,12 @@ def run(model, ids, steps=24, **kwargs):
 
 
 # Gemma 2 has no sdpa form: its softcap is written out.
-CELLS = [(family, attention) for family in FAMILIES for attention in ("sdpa", "eager") if (family, attention) != ("gemma2", "sdpa")]
+CELLS = [
+    (family, attention)
+    for family in FAMILIES
+    for attention in ("sdpa", "eager")
+    if (family, attention) != ("gemma2", "sdpa")
+]
 
 
 @pytest.mark.parametrize("family, attention", CELLS)

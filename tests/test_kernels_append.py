@@ -1,10 +1,7 @@
 """What append_kv leaves in pages and tails, byte for byte, and the views over pages."""
 
-import runpy
-from pathlib import Path
-from types import SimpleNamespace
-
 import numpy as np
+import paged_cases as cases
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +11,7 @@ from gemkv_compile.errors import InvalidOption, ShapeMismatch, UnsupportedDtype,
 from gemkv_compile.kernels.memory import gather_pages, group_views, pack_groups, read_groups, read_page, write_groups
 from gemkv_compile.kernels.validate import check_state
 
-cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("_paged_cases.py"))))
+one_thread = cases.one_thread
 
 CPU = torch.device("cpu")
 FORMATS = [

@@ -1,10 +1,8 @@
 """attend_pages and attend_chunk against dense float64 attention, and the gradients of attend_chunk against autograd."""
 
 import math
-import runpy
-from pathlib import Path
-from types import SimpleNamespace
 
+import paged_cases as cases
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,11 +16,16 @@ from gemkv_compile.kernels.attend_chunk.reference import attend_chunk_reference
 from gemkv_compile.kernels.attend_chunk.tiles import TILE
 from gemkv_compile.kernels.attend_pages.reference import STEP_TOKENS, attend_pages_reference
 
-cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("_paged_cases.py"))))
+one_thread = cases.one_thread
 
 LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 200)
 FORMATS = [("int8", torch.float32), ("model", torch.float32), ("int8", torch.bfloat16), ("model", torch.float16)]
 formats = pytest.mark.parametrize("kv_format, dtype", FORMATS)
+
+
+def heads_are_adjacent(result):
+    """Whether out [B, Hq, Q, D] or lse [B, Hq, Q] is laid out as the operators promise."""
+    return (result.transpose(1, 2) if result.dim() == 4 else result).is_contiguous()
 
 
 def attend_pages(cache, q, padding=None, mask=None, sinks=None, scale=0.25, softcap=None, window=None):
@@ -49,7 +52,7 @@ def check_pages(cache, q, **rules):
         for dtype in (torch.float64, torch.float32)
     )
     for ours, exact, single in zip(got, reference, low, strict=True):
-        assert ours.is_contiguous()
+        assert heads_are_adjacent(ours)
         cases.assert_accurate(ours, exact, single)
     assert (got[0].dtype, got[1].dtype) == (q.dtype, torch.float32)
     return got
@@ -63,7 +66,7 @@ def check_chunk(cache, q, k, v, **rules):
         for dtype in (torch.float64, torch.float32)
     )
     for ours, exact, single in zip(got, reference, low, strict=True):
-        assert ours.is_contiguous()
+        assert heads_are_adjacent(ours)
         cases.assert_accurate(ours, exact, single)
     assert (got[0].dtype, got[1].dtype) == (q.dtype, torch.float32)
     return got
@@ -463,6 +466,19 @@ def test_backward_after_the_cache_has_moved_on():
             cache.starts.fill_(60)
         results.append(torch.autograd.grad(out.square().sum(), inputs))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_gradients_of_rows_that_see_nothing():
+    whole, rest = cases.PagedCache(1, 1, 16), cases.PagedCache(1, 1, 16)
+    whole.starts.fill_(3)
+    inputs = [x.requires_grad_() for x in chunk(whole, 2, 9)]
+    later = [x[:, :, 3:] for x in inputs]
+    weights = cases.normal(1, 2, 9, 16)
+    got = torch.autograd.grad((attend_chunk(whole, *inputs)[0] * weights).sum(), inputs)
+    expected = torch.autograd.grad((attend_chunk(rest, *later)[0] * weights[:, :, 3:]).sum(), inputs)
+    for ours, same in zip(got, expected, strict=True):
+        assert (ours[:, :, :3] == 0).all()
+        torch.testing.assert_close(ours, same, rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_ignore_poisoned_memory():

@@ -1,11 +1,9 @@
 """The integer format against a second implementation in numpy, and its promises as properties."""
 
 import math
-import runpy
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
+import paged_cases as cases
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,8 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from gemkv_compile.kernels.formats import dequantise_groups, quantise_groups
-
-cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("_paged_cases.py"))))
 
 NUMBERS = st.floats(-6e6, 6e6, width=32) | st.floats(-4, 4, width=32) | st.floats(-(2.0**-20), 2.0**-20, width=32)
 GROUPS = hnp.arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 65), st.integers(1, 5)), elements=NUMBERS)

@@ -13,6 +13,7 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gemkv_compile.passes import prove_masks
 from gemkv_compile.passes.masks.checking import check_proof
@@ -388,6 +389,24 @@ def test_a_wrong_proof_fails_its_check(monkeypatch: pytest.MonkeyPatch, queries:
     for change in wrong:
         with pytest.raises(Mismatch):
             check_proof(dataclasses.replace(proof, **change), subject)
+
+
+def test_the_check_computes_real_numbers_whatever_is_traced() -> None:
+    class Surrounded(Recorder):
+        def prove(self, *args: Any) -> None:
+            with FakeTensorMode(), torch.device("meta"), torch.inference_mode():
+                super().prove(*args)
+
+    recorder = Surrounded()
+
+    @torch.compile(backend=recorder)
+    def attention(query: torch.Tensor, key: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+        mask = torch.where(windowed(5, 8, 3) & vector[:, None, None, :], 0.0, LOWEST)
+        return F.scaled_dot_product_attention(query, key, key, attn_mask=mask)
+
+    attention(torch.zeros(2, 2, 5, 4), torch.zeros(2, 2, 8, 4), pad(8, torch.bool))
+    (proof,) = recorder.proofs()
+    assert (proof.causal, proof.window, proof.padding is None) == (True, 3, False)
 
 
 def test_a_failed_check_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,8 @@ CAUSAL: dict[str, MakeMask] = {
     "floor_division": lambda: columns() <= (rows() * 4) // 4,
     "implied_bound": lambda: causal() & (columns() < KEYS) & (columns() <= rows() + 2) & (rows() >= 0),
     "implied_alternative": lambda: causal() | (columns() > KEYS),
+    "shared_by_both": lambda: torch.where(columns() > 2, causal(), causal() & (columns() < KEYS)),
+    "one_or_its_opposite": lambda: causal() & ((columns() > rows() - 2) | (columns() <= rows() - 2)),
 }
 
 
@@ -215,6 +217,27 @@ def test_an_unknown_operation_is_named(name: str) -> None:
     assert isinstance(verdict, Unproven), verdict
     assert verdict.reason == "mask_unknown_op"
     assert re.search(text, verdict.sentence), verdict.sentence
+
+
+def _nested() -> torch.Tensor:
+    mask = causal()
+    for step in range(12):
+        mask = mask ^ (columns() > rows() + step)
+    return mask
+
+
+def _deep() -> torch.Tensor:
+    position = columns()
+    for _ in range(100):
+        position = position + 1
+    return position <= rows() + 100
+
+
+@pytest.mark.parametrize(("make", "text"), [(_nested, "formula of more than 256 terms"), (_deep, "64 operations")])
+def test_a_mask_that_grows_too_large_is_refused(make: MakeMask, text: str) -> None:
+    verdict = verdict_of(make)
+    assert isinstance(verdict, Unproven), verdict
+    assert verdict.reason == "mask_unknown_op" and text in verdict.sentence
 
 
 def _filled() -> torch.Tensor:

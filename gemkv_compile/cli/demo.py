@@ -84,7 +84,9 @@ def _print_runs(
     for column in ("", "eager", f"gemkv ({kv_format})"):
         table.add_column(column, overflow="fold")
     table.add_row("continuation", eager.text, paged.text)
-    table.add_row("key/value bytes", f"{eager.kv_bytes:,}", f"{paged.kv_bytes:,} ({paged.kv_bytes / eager.kv_bytes:.2f}x)")
+    table.add_row(
+        "key/value bytes", f"{eager.kv_bytes:,}", f"{paged.kv_bytes:,} ({paged.kv_bytes / eager.kv_bytes:.2f}x)"
+    )
     table.add_row("tokens/s", f"{eager.tokens / eager.seconds:.1f}", f"{paged.tokens / paged.seconds:.1f}")
     table.add_row("first call", "", f"{first.seconds:.0f} s (compiles)")
     console.print(table)

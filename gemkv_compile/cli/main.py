@@ -29,7 +29,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gemkv", description="Inspect and try the gemkv torch.compile backend.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    doctor = commands.add_parser("doctor", help="versions, GPU, usable engines and kernels; what is wrong and how to mend it")
+    doctor = commands.add_parser(
+        "doctor", help="versions, GPU, usable engines and kernels; what is wrong and how to mend it"
+    )
     doctor.set_defaults(run=_doctor)
 
     demo = commands.add_parser("demo", help="one prompt on a real small model, eager beside gemkv")

@@ -79,7 +79,7 @@ class PagedKVTensor(torch.Tensor):
 
     def materialise(self) -> torch.Tensor:
         """The rows as a dense tensor of its own, in the model's precision."""
-        rows = self.table.read(self.start, self.length)[:, self.role]
+        rows = self.table.read(self.start, self.length)[self.role]
         return rows if self.seq_dim == 2 else rows.transpose(1, 2).contiguous()
 
     def release(self) -> None:
@@ -108,12 +108,15 @@ class PagedKVTensor(torch.Tensor):
         kv_format = self.table.pool.layout.kv_format
         return f"PagedKVTensor({what}, shape={tuple(self.shape)}, dtype={self.dtype}, pages={kv_format!r}{state})"
 
+    def __copy__(self) -> PagedKVTensor:
+        return self.with_rows(self.start, self.length)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVTensor:
         memo[id(self)] = copy = self.with_rows(self.start, self.length)
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _identity, (self.materialise(),)
+        return self.materialise().__reduce_ex__(protocol)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return self.materialise().__array__(*args, **kwargs)
@@ -169,16 +172,12 @@ def _stand_in(handle: PagedKVTensor) -> torch.Tensor:
     return handle.materialise()
 
 
-def _identity(value: torch.Tensor) -> torch.Tensor:
-    return value
-
-
 @functools.cache
 def warn_dense_growth() -> None:
     """Say once that a cache is growing outside compiled code."""
     warnings.warn(
         "gemkv: a paged cache was concatenated outside a compiled graph, so its values are dense again. Dynamo gave up "
-        "on this call (often its recompile limit: raise torch._dynamo.config.recompile_limit; see TORCH_LOGS=recompiles)"
-        ", or the model runs without compile: use model.compile(backend='gemkv').",
+        "on this call (often its recompile limit: raise torch._dynamo.config.recompile_limit; TORCH_LOGS=recompiles "
+        "says why), or the model runs without compile: use model.compile(backend='gemkv').",
         stacklevel=2,
     )

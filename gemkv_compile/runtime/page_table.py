@@ -80,17 +80,25 @@ class PageTable:
         if self.pages and next(iter(self.pages)) < start // layout.page_size:
             self.release_unreachable()
         first, last = self.length // layout.group_size, (self.length + num_tokens) // layout.group_size
-        self._reservation = Reservation()
-        if first == last:
-            return
-        wanted = first if keep is None else max(first, (self.length + num_tokens - keep) // layout.group_size)
-        # Groups between `first` and `wanted` get no page: their columns must not be those of pages in sight.
-        self._ensure_columns(range((first if self.pages else wanted) // layout.groups_per_page, -(-last // layout.groups_per_page)))
-        if wanted < last:
-            self._reserve_pages(range(wanted // layout.groups_per_page, -(-last // layout.groups_per_page)))
-        if num_tokens > 1 and self.length % layout.group_size:
-            # The rows left over overwrite rows of the group that this append completes.
-            self._reservation.saved_tail = self.tail.clone()
+        reservation = Reservation()
+        if first < last:
+            reservation.fresh = self._reserve_pages(self._wanted_pages(first, last, num_tokens, keep))
+            if num_tokens > 1 and self.length % layout.group_size:
+                # The rows left over overwrite rows of the group that this append completes.
+                reservation.saved_tail = self.tail.clone()
+        self._reservation = reservation
+
+    def _wanted_pages(self, first: int, last: int, num_tokens: int, keep: int | None) -> list[int]:
+        """Page indices of the groups in [first, last) that somebody can see after `num_tokens` more tokens."""
+        layout = self.pool.layout
+        seen = first if keep is None else max(first, (self.length + num_tokens - keep) // layout.group_size)
+        # Groups between `first` and `seen` get no page: their columns must not be those of pages in sight.
+        lowest = first if self.pages or self.length % layout.group_size else seen
+        self._ensure_columns(range(lowest // layout.groups_per_page, -(-last // layout.groups_per_page)))
+        wanted = set(range(seen // layout.groups_per_page, -(-last // layout.groups_per_page)))
+        if self.length % layout.group_size:
+            wanted.add(first // layout.groups_per_page)  # older handles see its rows, which leave the tail now
+        return sorted(wanted)
 
     def commit(self, num_tokens: int) -> None:
         """Count `num_tokens` rows that an operator has written since `begin`."""
@@ -156,36 +164,37 @@ class PageTable:
             other._ensure_columns(range(indices[0], indices[-1] + 1))
             other._write_entries(other.pages)
         if length > stored:
-            newest = self.read(stored, length)  # [batch, 2, Hkv, length - stored, D]
-            other.tail[:, :, :, : length - stored] = newest[torch.tensor(rows, device=newest.device)]
+            chosen = torch.tensor(rows, device=self.pool.device)
+            for role, newest in enumerate(self.read(stored, length)):
+                other.tail[:, role, :, : length - stored] = newest[chosen]
         other.length = length
         other.seq_lens.fill_(length)
         other.expose_from(start)
         return other
 
-    def read(self, start: int, length: int) -> torch.Tensor:
-        """Tokens [start, length) in model precision: [batch, 2, Hkv, length - start, D], keys at 0, values at 1.
+    def read(self, start: int, length: int) -> list[torch.Tensor]:
+        """Keys and values of tokens [start, length) in model precision, each [batch, Hkv, length - start, D].
 
         Raises:
             ReleasedHandle: one of the rows has been given back.
         """
-        layout = self.pool.layout
+        layout, device = self.pool.layout, self.pool.device
         in_tail = self.length // layout.group_size * layout.group_size
         stored = min(length, in_tail)
+        shape = (self.batch, layout.num_kv_heads, length - start, layout.head_dim)
         with torch.inference_mode(False), torch.no_grad():
-            shape = (self.batch, 2, layout.num_kv_heads, length - start, layout.head_dim)
-            out = torch.empty(shape, dtype=layout.model_dtype, device=self.pool.device)
+            both = [torch.empty(shape, dtype=layout.model_dtype, device=device) for _ in range(2)]
             for index in self._page_indices(start, stored):
-                begin = max(start, index * layout.page_size)
-                end = min(stored, (index + 1) * layout.page_size)
-                inside = slice(begin - index * layout.page_size, end - index * layout.page_size)
-                data = gather_pages([[address] for address in self.pages[index]], layout, self.pool.device)
-                for role, page in enumerate(read_groups(data, layout)):  # [batch, Hkv, page_size, D]
-                    out[:, role, :, begin - start : end - start] = page[:, :, inside]
+                first = index * layout.page_size
+                begin, end = max(start, first), min(stored, first + layout.page_size)
+                data = gather_pages([[address] for address in self.pages[index]], layout, device)
+                for rows, page in zip(both, read_groups(data, layout), strict=True):  # [batch, Hkv, page_size, D]
+                    rows[:, :, begin - start : end - start] = page[:, :, begin - first : end - first]
             if length > max(start, in_tail):
                 begin = max(start, in_tail)
-                out[:, :, :, begin - start :] = self.tail[:, :, :, begin - in_tail : length - in_tail]
-        return out
+                for rows, tail in zip(both, self.tail.unbind(1), strict=True):
+                    rows[:, :, begin - start :] = tail[:, :, begin - in_tail : length - in_tail]
+        return both
 
     def _page_indices(self, start: int, stored: int) -> list[int]:
         """Indices of the pages that hold tokens [start, stored); all of them must be there."""
@@ -195,9 +204,8 @@ class PageTable:
             raise ReleasedHandle(f"Rows {start} to {stored} of a paged key/value cache")
         return indices
 
-    def _reserve_pages(self, wanted: range) -> None:
-        """Give each page index in `wanted` a page that no other table shares."""
-        assert self._reservation is not None
+    def _reserve_pages(self, wanted: Sequence[int]) -> dict[int, list[int]]:
+        """Give each page index in `wanted` a page that no other table shares; returns those that had none."""
         fresh = [index for index in wanted if index not in self.pages]
         shared = [i for i in wanted if i in self.pages and any(map(self.pool.is_shared, self.pages[i]))]
         addresses = self.pool.allocate(self.batch * (len(fresh) + len(shared)))
@@ -205,9 +213,9 @@ class PageTable:
         for index in shared:
             self._copy_pages(self.pages[index], new[index])
             self.pool.give_back(self.pages[index])
-        self.pages.update(new)
-        self._reservation.fresh = {index: new[index] for index in fresh}
+        self.pages = dict(sorted((self.pages | new).items()))
         self._write_entries(new)
+        return {index: new[index] for index in fresh}
 
     def _copy_pages(self, sources: Iterable[int], targets: Iterable[int]) -> None:
         num_bytes, device = self.pool.layout.page_bytes, self.pool.device

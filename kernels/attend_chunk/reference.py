@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from gemkv_compile.kernels.attend_chunk.tiles import TILE, Chunk, multiply_heads
 from gemkv_compile.kernels.layout import PageLayout
+from gemkv_compile.kernels.results import empty_results
 from gemkv_compile.kernels.softmax import OnlineSoftmax
 from gemkv_compile.kernels.visibility import hide_rows
 
@@ -46,7 +46,7 @@ def attend_chunk_reference(
         for queries in chunk.query_tiles(tile):
             scores, seen = chunk.scores(tile, queries)
             states[queries.start // TILE].update(scores, partial(multiply_heads, columns=hide_rows(tile.v, seen)))
-    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
+    out, lse = empty_results(q)
     for index, state in enumerate(states):
         queries = slice(index * TILE, index * TILE + sizes[index])
         part, part_lse = state.finish()

@@ -12,6 +12,7 @@ from torch import Tensor
 from gemkv_compile.kernels.layout import PageLayout
 from gemkv_compile.kernels.memory import split_groups
 from gemkv_compile.kernels.past import Past
+from gemkv_compile.kernels.results import empty_results
 from gemkv_compile.kernels.softmax import OnlineSoftmax
 from gemkv_compile.kernels.visibility import Visibility, check_padding, grouped_mask, hide_rows, masked_scores
 
@@ -50,7 +51,10 @@ def attend_pages_reference(
     if (newest := past.tail()) is not None:
         _attend_tail(softmax, query, tail, *newest, rules, softcap)
     out, lse = softmax.finish()
-    return out.to(q.dtype).view(q.shape), lse.view(q.shape[:3])
+    result = empty_results(q)
+    result[0].copy_(out.view(q.shape))
+    result[1].copy_(lse.view(q.shape[:3]))
+    return result
 
 
 def _attend_tail(

@@ -11,9 +11,11 @@ from torch import fx
 from gemkv_compile import compat
 from gemkv_compile.passes.lens import value_of
 from gemkv_compile.passes.masks.casting import cast
-from gemkv_compile.passes.masks.indexed import Choice, Indexed, Unreadable, Value, replace
+from gemkv_compile.passes.masks.indexed import Choice, Indexed, Unreadable, Value, num_atoms, replace
 from gemkv_compile.passes.masks.linear import Facts, linear
 from gemkv_compile.passes.masks.predicate import AXES
+
+_MOST_ATOMS = 256  # nested selections double a formula, and real masks have fewer than ten terms
 
 
 class Call:
@@ -27,7 +29,10 @@ class Call:
 
     def result(self, value: Value) -> Indexed:
         """The result of this call, with the value as the result's dtype holds it."""
-        return Indexed(self.dims, cast(value, self.dtype))
+        value = cast(value, self.dtype)
+        if num_atoms(value) > _MOST_ATOMS:
+            raise Unreadable(f"is a formula of more than {_MOST_ATOMS} terms")
+        return Indexed(self.dims, value)
 
     def moved(self, value: Value) -> Indexed:
         """The result of a call that moves elements and leaves them as they are."""

@@ -74,6 +74,13 @@ def is_condition(value: Value) -> bool:
     return isinstance(value, Boolean) and not isinstance(value, sympy.Expr)
 
 
+def num_atoms(value: Value) -> int:
+    """How many atoms the conditions of a value have."""
+    if isinstance(value, Choice):
+        return sum(map(num_atoms, value.cases.values()))
+    return sum(map(num_atoms, value.args)) if isinstance(value, sympy.And | sympy.Or) else 1
+
+
 def replace(value: Value, indices: Mapping[sympy.Symbol, sympy.Expr]) -> Value:
     """The value with index symbols replaced, all at once."""
     if isinstance(value, Choice):

@@ -46,12 +46,18 @@ def inputs_for(facts: Facts, symbols: set[sympy.Symbol]) -> Iterator[Inputs]:
     if env is None or not symbols:
         yield Inputs({})
         return
-    least = {symbol: compat.smallest_size(env, symbol) for symbol in symbols}
-    traced = {symbol: max(5, least[symbol] or 0) for symbol in symbols} | compat.size_hints(env)
+    ranges = {symbol: compat.size_range(env, symbol) for symbol in symbols}
+    traced = {symbol: _within(5, ends) for symbol, ends in ranges.items()} | compat.size_hints(env)
     yield Inputs(traced)
-    longer = {symbol: traced[symbol] + 3 for symbol in symbols}
-    smallest = {symbol: traced[symbol] if low is None else low for symbol, low in least.items()}
+    longer = {symbol: _within(traced[symbol] + 3, ends) for symbol, ends in ranges.items()}
+    smallest = {symbol: traced[symbol] if low is None else low for symbol, (low, _) in ranges.items()}
     for changed in (longer, smallest):
         inputs = Inputs(traced | changed)
         if changed.items() - traced.items() and inputs.satisfies(compat.size_guards(env)):
             yield inputs
+
+
+def _within(value: int, ends: tuple[int | None, int | None]) -> int:
+    low, high = ends
+    value = value if low is None else max(value, low)
+    return value if high is None else min(value, high)

@@ -7,7 +7,7 @@ from sympy.logic.boolalg import Boolean
 
 from gemkv_compile.passes.masks.findings import Findings
 from gemkv_compile.passes.masks.linear import linear
-from gemkv_compile.passes.masks.predicate import KV, AtLeast, B, Q, Zero, at_least
+from gemkv_compile.passes.masks.predicate import KV, AtLeast, B, Q, Zero, at_least, negation
 from gemkv_compile.passes.masks.proof import MaskProof
 from gemkv_compile.passes.masks.recognisers import RECOGNISERS
 
@@ -48,13 +48,18 @@ def _conjuncts(formula: Boolean) -> list[Boolean]:
 
 
 def _claim_one_of(alternatives: Boolean, findings: Findings) -> None:
-    answers = {part: findings.domain.decide(part) for part in alternatives.args}
-    if True in answers.values():
+    decide = findings.domain.decide
+    answers = {part: decide(part) for part in alternatives.args}
+    if True in answers.values() or any(negation(part) in answers for part in answers):
         return
-    possible = [part for part, answer in answers.items() if answer is None]
-    if len(possible) != 1:
-        findings.residual(sympy.Or(*possible))
-    _claim(possible[0], findings)
+    open_parts = [sympy.And.make_args(part) for part, answer in answers.items() if answer is None]
+    possible = [{part for part in parts if decide(part) is None} for parts in open_parts]
+    shared = set.intersection(*possible) if possible else {sympy.false}
+    if not shared:
+        findings.residual(sympy.Or(*(sympy.And(*parts) for parts in possible)))
+    for part in sorted(shared, key=str):  # (a & b) | (a & c) is a & (b | c)
+        _claim(part, findings)
+    _claim(sympy.Or(*(sympy.And(*parts - shared) for parts in possible)), findings)
 
 
 def _is_causal(findings: Findings) -> bool:

@@ -19,6 +19,7 @@ from gemkv_compile.passes.masks.names import operation_name
 from gemkv_compile.passes.masks.predicate import AXES
 from gemkv_compile.passes.masks.proof import refuse
 
+_DEEPEST = 64  # operations below one another; real masks have about fifteen, and Python's stack is finite
 _signature = functools.cache(inspect.signature)
 _READERS = {**creation.READERS, **pointwise.READERS, **selection.READERS, **views.READERS, **indexing.READERS}
 
@@ -35,6 +36,7 @@ class MaskReader:
         self.facts = facts
         self.formulas: dict[fx.Node, Indexed] = {}
         self.sources: dict[type[sympy.Function], fx.Node] = {}
+        self._depth = 0
 
     def read(self, node: fx.Node) -> Indexed:
         """The formula of a tensor node.
@@ -43,18 +45,20 @@ class MaskReader:
             Refused: the node depends on another graph input, or on an operation that is not known here.
         """
         if node not in self.formulas:
+            self._depth += 1
             try:
                 self.formulas[node] = self._read(node)
             except Unreadable as trouble:
                 sentence = f"the mask {trouble} (at {node.name}), which the mask reader does not follow"
                 refuse("mask_unknown_op", sentence, node)
+            self._depth -= 1
         return self.formulas[node]
 
     def _read(self, node: fx.Node) -> Indexed:
         if not isinstance(value_of(node), torch.Tensor):
             raise Unreadable(f"depends on {node.name}, which is no tensor with a known shape")
-        if value_of(node).dim() > len(AXES):
-            raise Unreadable(f"depends on a tensor of {value_of(node).dim()} dimensions")
+        if value_of(node).dim() > len(AXES) or self._depth > _DEEPEST:
+            raise Unreadable(f"depends on a tensor of {len(AXES)} dimensions or {_DEEPEST} operations, or more")
         if node.op in ("placeholder", "get_attr"):
             return self._read_input(node)
         name = operation_name(node)

@@ -26,7 +26,9 @@ def check(node: Node) -> Refusal | None:
     dropout = argument(node, 4, "dropout_p", 0.0)
     if dropout != 0.0:
         return Refusal(
-            "dropout_active", f"attention dropout is {dropout}; call model.eval(), or set it to 0 to train with a cache.", node
+            "dropout_active",
+            f"attention dropout is {dropout}; call model.eval(), or set it to 0 to train with a cache.",
+            node,
         )
     scale = argument(node, 6, "scale")
     if scale is not None and not isinstance(scale, (int, float)):

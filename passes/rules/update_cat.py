@@ -67,15 +67,19 @@ def check(cat: Node, seq_dim: int, visible: Any) -> Rows | Refusal | None:
     if past.op != "placeholder":
         return Refusal(
             "past_not_an_input",
-            f"the past of this concatenation is computed in the graph ({past}), not taken from a cache that is an input.",
+            f"the past of this concatenation is computed in the graph ({past}); it must be an input, a cache.",
             cat,
         )
     before, after = shape_of(past), shape_of(new)
     if before == (0,):
         return Rows(cat, past, new, seq_dim, visible)
     assert before is not None and after is not None
-    if len(before) != 4 or not all(same_size(a, b) for i, (a, b) in enumerate(zip(before, after, strict=True)) if i != seq_dim):
-        return Refusal("cache_shapes_differ", "the past and the new rows do not have the same heads and head size.", cat)
+    if len(before) != 4 or not all(
+        same_size(a, b) for i, (a, b) in enumerate(zip(before, after, strict=True)) if i != seq_dim
+    ):
+        return Refusal(
+            "cache_shapes_differ", "the past and the new rows do not have the same heads and head size.", cat
+        )
     return Rows(cat, past, new, seq_dim, visible)
 
 
@@ -98,8 +102,8 @@ def last_rows(node: Node, seq_dim: int) -> Any:
 
 
 def _is_negative(size: Any) -> bool:
-    from gemkv_compile.passes.symbols import is_known
     from gemkv_compile.compat import expr_of
+    from gemkv_compile.passes.symbols import is_known
 
     return is_known(expr_of(size) < 0, size)
 

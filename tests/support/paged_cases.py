@@ -7,12 +7,22 @@ import math
 import zlib
 
 import numpy as np
+import pytest
 import torch
 
 from gemkv_compile.kernels import ops
 from gemkv_compile.kernels.layout import PageLayout
 
 VERSION = "test"
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Run a test on one thread: its tensors are so small that a second one only waits, longer on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def generator(*what):

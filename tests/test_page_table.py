@@ -1,0 +1,272 @@
+"""Page tables: transactions, forks, windows, exact bytes, and a state machine over all of them."""
+
+import gc
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from paged_tables import CPU, dense_rows, layout_of, table_of
+
+from gemkv_compile.errors import CacheMismatch, PoolExhausted, ReleasedHandle
+from gemkv_compile.kernels import ops
+from gemkv_compile.runtime.handle import KEYS, VALUES, make_handle
+from gemkv_compile.runtime.importing import continue_past, import_dense
+from gemkv_compile.runtime.page_table import PageTable
+from gemkv_compile.runtime.pool import PagePool
+
+
+def append(table, keys, values, keep=None, start=0):
+    """What an executable does for one layer."""
+    layout = table.pool.layout
+    table.begin(keys.shape[2], keep, start)
+    ops.append_kv(
+        keys, values, table.page_table, table.seq_lens, table.tail, layout.page_size, layout.kv_format, "test"
+    )
+    table.commit(keys.shape[2])
+
+
+def handles(table, start=0, length=None):
+    return [make_handle(table, role, start, length or table.length) for role in (KEYS, VALUES)]
+
+
+def assert_rows(table, start, length, keys, values):
+    for got, expected in zip(table.read(start, length), (keys, values), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 63, 64, 65, 127, 128, 129, 300])
+def test_import_then_read(tokens):
+    table = table_of(2, tokens)
+    assert_rows(table, 0, tokens, *dense_rows(2, tokens))
+    assert table.seq_lens.tolist() == [tokens, tokens] and len(table.pages) == -(-(tokens // 64) // 2)
+
+
+def test_rows_appended_one_by_one_or_in_pieces_are_the_same():
+    keys, values = dense_rows(2, 300)
+    pool = PagePool(layout_of("int8"), CPU)
+    tables = [PageTable(pool, 2) for _ in range(3)]
+    for table, pieces in zip(tables, ([1] * 300, [7, 64, 128, 1, 100], [300]), strict=True):
+        for k, v in zip(keys.split(pieces, 2), values.split(pieces, 2), strict=True):
+            append(table, k, v)
+    for table in tables[1:]:
+        assert_rows(table, 0, 300, *tables[0].read(0, 300))
+
+
+def test_failure_in_the_middle_leaves_the_table_as_it_was():
+    keys, values = dense_rows(2, 300)
+    table = import_dense(PagePool(layout_of(), CPU), keys[:, :, :100], values[:, :, :100])
+    for tokens in (1, 20, 29, 200):
+        table.begin(tokens, None)
+        ops.append_kv(
+            torch.full((2, 2, tokens, 16), 9.0), torch.full((2, 2, tokens, 16), 9.0),
+            table.page_table, table.seq_lens, table.tail, 128, "model", "test",
+        )  # fmt: skip
+        table.abort()
+        assert table.length == 100 and table.seq_lens.tolist() == [100, 100] and len(table.pages) == 1
+        assert table.pool.stats().pages == 2
+        assert_rows(table, 0, 100, keys[:, :, :100], values[:, :, :100])
+    append(table, keys[:, :, 100:], values[:, :, 100:])
+    assert_rows(table, 0, 300, keys, values)
+
+
+def test_exhausted_pool_leaves_every_cache_valid():
+    layout = layout_of(page_size=64)
+    pool = PagePool(layout, CPU, limit=4 * layout.page_bytes)
+    keys, values = dense_rows(2, 200)
+    table = import_dense(pool, keys[:, :, :150], values[:, :, :150])
+    with pytest.raises(PoolExhausted, match="pool_bytes"):
+        append(table, keys[:, :, 150:], values[:, :, 150:])
+    assert table.length == 150 and not table.is_appending
+    assert_rows(table, 0, 150, keys[:, :, :150], values[:, :, :150])
+    append(table, keys[:, :, 150:160], values[:, :, 150:160])
+    assert_rows(table, 0, 160, keys[:, :, :160], values[:, :, :160])
+
+
+def test_pages_return_when_the_table_dies():
+    table = table_of(3, 500)
+    pool = table.pool
+    fork = table.fork(0, 400)
+    assert pool.stats().pages == 12
+    del table
+    gc.collect()
+    assert pool.stats().pages == 9  # the fork's
+    del fork
+    gc.collect()
+    assert pool.stats().pages == 0
+
+
+def test_older_handle_is_continued_through_a_fork():
+    keys, values = dense_rows(1, 200)
+    table = import_dense(PagePool(layout_of(), CPU), keys[:, :, :100], values[:, :, :100])
+    old = handles(table)
+    append(table, keys[:, :, 100:], values[:, :, 100:])
+    fork, start = continue_past(table.pool, 1, *old, 2)
+    assert fork is not table and (fork.length, start) == (100, 0)
+    append(fork, -keys[:, :, 100:], -values[:, :, 100:])
+    assert_rows(table, 0, 200, keys, values)
+    assert_rows(fork, 100, 200, -keys[:, :, 100:], -values[:, :, 100:])
+    assert_rows(fork, 0, 100, keys[:, :, :100], values[:, :, :100])
+
+
+def test_writing_to_a_shared_page_copies_it():
+    table = table_of(2, 64)
+    fork = table.fork(0, 64, [1, 1])
+    append(fork, *dense_rows(2, 64, seed=1))
+    expected = dense_rows(2, 64)
+    assert_rows(table, 0, 64, *expected)
+    assert_rows(fork, 0, 64, *(x[[1, 1]] for x in expected))
+    assert_rows(fork, 64, 128, *dense_rows(2, 64, seed=1))
+    assert len(set(fork.pages[0])) == 2
+
+
+def test_newest_pair_is_continued_in_place_and_dense_pairs_are_imported():
+    table = table_of(2, 70)
+    pair = handles(table)
+    assert continue_past(table.pool, 2, *pair, 2) == (table, 0)
+    dense = [handle.materialise() for handle in pair]
+    imported, _ = continue_past(table.pool, 2, *dense, 2)
+    assert imported is not table
+    assert_rows(imported, 0, 70, *dense)
+    mixed, _ = continue_past(table.pool, 2, pair[0], dense[1], 2)
+    assert_rows(mixed, 0, 70, *dense)
+    other_format = PagePool(layout_of("int8"), CPU)
+    assert continue_past(other_format, 2, *pair, 2)[0].pool is other_format
+
+
+def test_mismatched_pasts_are_errors():
+    pool = PagePool(layout_of(), CPU)
+    keys, values = dense_rows(2, 10)
+    with pytest.raises(CacheMismatch, match=r"values must be \(2, 2, 10, 16\).*got \(2, 2, 9, 16\)"):
+        continue_past(pool, 2, keys, values[:, :, :9], 2)
+    with pytest.raises(CacheMismatch, match="float64"):
+        continue_past(pool, 2, keys.double(), values.double(), 2)
+    with pytest.raises(CacheMismatch, match="batch size 2, the new keys 3"):
+        continue_past(pool, 3, keys, values, 2)
+    assert pool.stats().pages == 0
+
+
+def test_released_rows_are_an_error():
+    table = table_of(1, 300)
+    pair = handles(table, 250)
+    table.release_unreachable()
+    assert sorted(table.pages) == [1]
+    with pytest.raises(ReleasedHandle, match="Rows 0 to 128"):
+        table.fork(0, 128)
+    assert continue_past(table.pool, 1, *pair, 2)[0] is table
+
+
+@pytest.mark.parametrize("prompt", [1, 40, 700])
+def test_window_keeps_a_bounded_number_of_pages_and_columns(prompt):
+    keep, pool = 99, PagePool(layout_of(page_size=64), CPU)
+    keys, values = dense_rows(1, 1400)
+    table = PageTable(pool, 1)
+    append(table, keys[:, :, :prompt], values[:, :, :prompt], keep)
+    pair = handles(table, max(0, prompt - keep))
+    for t in range(prompt, 1400):
+        append(table, keys[:, :, t : t + 1], values[:, :, t : t + 1], keep, pair[0].start)
+        pair = handles(table, max(0, t + 1 - keep))
+        assert len(table.pages) <= 3 and pool.stats().pages == len(table.pages)
+        assert table.page_table.count_nonzero() == len(table.pages)
+    assert table.page_table.shape[1] == 8
+    torch.testing.assert_close(pair[0].materialise(), keys[:, :, -keep:], rtol=0, atol=0)
+
+
+def test_long_chunk_after_a_window_spares_the_pages_still_in_sight():
+    """Groups that get no page must not be written through the columns of older pages."""
+    keep, pool = 99, PagePool(layout_of(page_size=64), CPU)
+    keys, values = dense_rows(1, 3000)
+    table = PageTable(pool, 1)
+    append(table, keys[:, :, :200], values[:, :, :200], keep)
+    old = handles(table, 101)
+    append(table, keys[:, :, 200:], values[:, :, 200:], keep, 101)
+    torch.testing.assert_close(old[0].materialise(), keys[:, :, 101:200], rtol=0, atol=0)
+    new = handles(table, 3000 - keep)
+    torch.testing.assert_close(new[1].materialise(), values[:, :, -keep:], rtol=0, atol=0)
+
+
+class TableMachine(RuleBasedStateMachine):
+    """Random appends, forks, crops, selections, failures and deaths beside plain tensors."""
+
+    @initialize(kv_format=st.just("model"), page_size=st.sampled_from([64, 128]))
+    def start(self, kv_format, page_size):
+        self.pool = PagePool(layout_of(kv_format, page_size=page_size, heads=1), CPU)
+        self.caches = []  # (handle pair, dense keys, dense values)
+        self.seed = 0
+
+    @rule(batch=st.integers(1, 3), tokens=st.integers(0, 150))
+    def new(self, batch, tokens):
+        self.seed += 1
+        keys, values = dense_rows(batch, tokens, 1, seed=self.seed)
+        table = import_dense(self.pool, keys, values)
+        self.caches.append(([make_handle(table, role, 0, tokens) for role in (KEYS, VALUES)], keys, values))
+
+    @precondition(lambda self: self.caches)
+    @rule(data=st.data(), tokens=st.integers(1, 140), keep=st.sampled_from([None, 40, 100]), fails=st.booleans())
+    def append(self, data, tokens, keep, fails):
+        """Continue a cache; the one it continues stays as it was."""
+        pair, keys, values = data.draw(st.sampled_from(self.caches))
+        if not pair[0].numel():
+            return
+        self.seed += 1
+        more = dense_rows(keys.shape[0], tokens, 1, seed=self.seed)
+        table, first = continue_past(self.pool, keys.shape[0], *pair, 2)
+        table.expose_from(first)
+        table.begin(tokens, keep, first)
+        layout = self.pool.layout
+        ops.append_kv(*more, table.page_table, table.seq_lens, table.tail, layout.page_size, layout.kv_format, "test")
+        if fails:
+            table.abort()
+            return
+        table.commit(tokens)
+        visible = first if keep is None else max(first, table.length - keep)
+        both = [torch.cat([a, b], 2)[:, :, visible - first :] for a, b in zip((keys, values), more, strict=True)]
+        self.caches.append(([make_handle(table, role, visible, table.length) for role in (KEYS, VALUES)], *both))
+
+    @precondition(lambda self: self.caches)
+    @rule(data=st.data())
+    def crop(self, data):
+        pair, keys, values = data.draw(st.sampled_from(self.caches))
+        first = data.draw(st.integers(0, keys.shape[2]))
+        last = data.draw(st.integers(first, keys.shape[2]))
+        cropped = [handle[:, :, first:last] for handle in pair]
+        self.caches.append((cropped, keys[:, :, first:last], values[:, :, first:last]))
+
+    @precondition(lambda self: self.caches)
+    @rule(data=st.data())
+    def select(self, data):
+        pair, keys, values = data.draw(st.sampled_from(self.caches))
+        rows = torch.tensor(data.draw(st.lists(st.integers(0, keys.shape[0] - 1), min_size=1, max_size=4)))
+        self.caches.append(([handle.index_select(0, rows) for handle in pair], keys[rows], values[rows]))
+
+    @precondition(lambda self: self.caches)
+    @rule(data=st.data())
+    def forget(self, data):
+        del self.caches[data.draw(st.integers(0, len(self.caches) - 1))]
+
+    @invariant()
+    def every_cache_is_what_it_should_be(self):
+        for pair, *dense in getattr(self, "caches", ()):
+            for handle, expected in zip(pair, dense, strict=True):
+                torch.testing.assert_close(handle.materialise(), expected, rtol=0, atol=0)
+
+    @invariant()
+    def pages_are_counted(self):
+        if hasattr(self, "pool"):
+            tables = {id(h.table): h.table for pair, *_ in self.caches for h in pair}.values()
+            used = {page for table in tables for pages in table.pages.values() for page in pages}
+            if self.pool.stats().pages != len(used):
+                gc.collect()
+            assert self.pool.stats().pages == len(used)
+
+    def teardown(self):
+        if hasattr(self, "pool"):
+            self.caches.clear()
+            if self.pool.stats().pages:
+                gc.collect()
+            assert self.pool.stats().pages == 0
+
+
+TestTables = TableMachine.TestCase
+TestTables.settings = settings(max_examples=40, stateful_step_count=20, deadline=None, derandomize=True)
