@@ -50,6 +50,10 @@ def known_true(shape_env: Any | None, condition: Any) -> bool | None:
     if shape_env is None:
         return None
     answer = shape_env._maybe_evaluate_static(condition)
+    if answer is None:
+        # Guards keep the symbols that they were recorded with; some of these are constants by now.
+        guards = tuple(shape_env.simplify(guard) for guard in shape_env.get_axioms())
+        answer = shape_env._maybe_evaluate_static(condition, axioms=guards)
     return None if answer is None else bool(answer)
 
 

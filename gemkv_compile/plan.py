@@ -87,18 +87,36 @@ class AlignedPadding:
 
 
 @dataclass(frozen=True)
+class Computed:
+    """A result that the rewritten graph returns at a position."""
+
+    position: int
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A result that is an argument of the call."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A result that is a number: a length, usually."""
+
+    size: Size
+
+
+@dataclass(frozen=True)
 class CallPlan:
     """How to call the rewritten graph.
 
     Args:
         inputs: Where each of its inputs comes from.
-        results: For each output of the original graph that is no cache: (its index, index among the rewritten
-            graph's outputs).
-        num_outputs: Outputs of the original graph.
+        results: For each output of the original graph that is no cache, where it comes from.
     """
 
     inputs: tuple[Argument | State | AlignedPadding, ...]
     tables: tuple[TablePlan, ...]
     paddings: tuple[PaddingPlan, ...]
-    results: tuple[tuple[int, int], ...]
-    num_outputs: int
+    results: tuple[Computed | Passed | Sized | None, ...]

@@ -186,7 +186,7 @@ def _read(
     kv_len = value_of(attention.keys).shape[2]
     key = (attention.mask, attention.is_causal, expr_of(q_len), expr_of(kv_len))
     if key not in proofs:
-        proofs[key] = prove_mask(attention.mask, is_causal=attention.is_causal, q_len=q_len, kv_len=kv_len)
+        proofs[key] = _prove(attention, q_len, kv_len)
     proof = proofs[key]
     if isinstance(proof, Unproven):
         if attention.mask is None or not isinstance(value_of(attention.mask), torch.Tensor):
@@ -197,6 +197,18 @@ def _read(
         return window
     from_rows = is_decode and proof.window is None and cache.visible is None and window is not None
     return Read(attention, proof.causal, window, proof.padding, None, str(proof.predicate), None, from_rows)
+
+
+def _prove(attention: Attention, q_len: Any, kv_len: Any) -> MaskProof | Unproven:
+    batch, heads = value_of(attention.query).shape[:2]
+    return prove_mask(
+        attention.mask,
+        is_causal=attention.is_causal,
+        q_len=q_len,
+        kv_len=kv_len,
+        num_q_heads=static_int(heads),
+        batch=batch,
+    )
 
 
 def _window(

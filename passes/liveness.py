@@ -9,6 +9,11 @@ from torch.fx import Graph, Node
 
 from gemkv_compile.passes.lens import value_of
 
+_IN_PLACE_OPERATORS = frozenset(
+    [operator.setitem, operator.delitem]
+    + [getattr(operator, name) for name in dir(operator) if name.startswith("i") and hasattr(operator, f"__{name}__")]
+)
+
 
 def has_effect(node: Node) -> bool:
     """Whether a node does more than return a value (an in-place method, an assertion, a context switch, ...)."""
@@ -19,10 +24,14 @@ def has_effect(node: Node) -> bool:
     if "out" in node.kwargs or node.kwargs.get("inplace"):
         return True
     if node.op == "call_method":
-        return node.target.endswith("_") and not node.target.endswith("__")  # type: ignore[union-attr]
-    name = getattr(node.target, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or node.target is operator.setitem or node.is_impure() or value_of(node) is None
+        return _is_in_place(str(node.target))
+    if getattr(node.target, "__module__", "") == "_operator":
+        return node.target in _IN_PLACE_OPERATORS
+    return _is_in_place(getattr(node.target, "__name__", "")) or node.is_impure() or value_of(node) is None
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
 
 
 def live_nodes(

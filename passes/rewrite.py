@@ -22,8 +22,11 @@ from gemkv_compile.plan import (
     AlignedPadding,
     Argument,
     CallPlan,
+    Computed,
     OutputPlan,
     PaddingPlan,
+    Passed,
+    Sized,
     State,
     StateField,
     TablePlan,
@@ -102,12 +105,12 @@ def rewrite_graph(module: GraphModule, rewrites: tuple[Rewrite, ...], pool_bytes
     for index, rewrite in enumerate(rewrites):
         _insert_operators(build, rewrite, index)
         tables.append(_table_plan(build, rewrite, pool_bytes))
-    results, num_outputs = _drop_cache_outputs(graph, rewrites)
+    results = _sort_outputs(build, rewrites)
     removed = remove_dead(graph)
     inputs, examples = _keep_used_inputs(graph, build)
     graph.lint()
     module.recompile()
-    plan = CallPlan(inputs, tuple(tables), tuple(build.paddings), results, num_outputs)
+    plan = CallPlan(inputs, tuple(tables), tuple(build.paddings), results)
     return RewriteReport(plan, examples, removed)
 
 
@@ -226,14 +229,30 @@ def _table_plan(build: _Builder, rewrite: Rewrite, pool_bytes: int | None) -> Ta
     )
 
 
-def _drop_cache_outputs(graph: Graph, rewrites: tuple[Rewrite, ...]) -> tuple[tuple[tuple[int, int], ...], int]:
-    """Return only what is no cache; maps original output positions to the new ones."""
-    output = next(node for node in reversed(graph.nodes) if node.op == "output")
-    returned = list(output.args[0])
-    dropped = {cache_output.index for rewrite in rewrites for cache_output in rewrite.cache.outputs}
-    kept = [index for index in range(len(returned)) if index not in dropped]
-    output.args = (tuple(returned[index] for index in kept),)
-    return tuple((index, position) for position, index in enumerate(kept)), len(returned)
+def _sort_outputs(build: _Builder, rewrites: tuple[Rewrite, ...]) -> tuple[Computed | Passed | Sized | None, ...]:
+    """Let the graph return only what it computes; where each original output comes from, None for caches."""
+    output = next(node for node in reversed(build.graph.nodes) if node.op == "output")
+    cached = {cache_output.index for rewrite in rewrites for cache_output in rewrite.cache.outputs}
+    computed: list[Any] = []
+    sources: list[Computed | Passed | Sized | None] = []
+    for index, result in enumerate(output.args[0]):
+        source = None if index in cached else _outside(build, result)
+        if source is None and index not in cached:
+            source = Computed(len(computed))
+            computed.append(result)
+        sources.append(source)
+    output.args = (tuple(computed),)
+    return tuple(sources)
+
+
+def _outside(build: _Builder, result: Any) -> Passed | Sized | None:
+    """How to give a result without the graph: an argument, or arithmetic on lengths."""
+    if isinstance(result, Node) and result in build.placeholders:
+        return Passed(build.placeholders.index(result))
+    value = value_of(result)
+    if isinstance(value, torch.SymInt):
+        return Sized(build.symbols.size(value))
+    return Sized(result) if isinstance(result, int) and not isinstance(result, bool) else None
 
 
 def _keep_used_inputs(graph: Graph, build: _Builder) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -179,8 +179,10 @@ PADDED: dict[str, tuple[int, MakeMask]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8])
-@pytest.mark.parametrize("name", PADDED)
+OTHER_DTYPES = [(name, dtype) for name in ("gather", "additive") for dtype in (torch.bool, torch.uint8, torch.int32)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(name, torch.int64) for name in PADDED] + OTHER_DTYPES)
 def test_padding_spelling(name: str, dtype: torch.dtype) -> None:
     column, make = PADDED[name]
     verdict = verdict_of(make, torch.ones(BATCH, KEYS + 2, dtype=dtype))

@@ -8,7 +8,17 @@ from typing import Any
 
 import torch
 
-from gemkv_compile.plan import AlignedPadding, Argument, CallPlan, PaddingPlan, Size, TablePlan
+from gemkv_compile.plan import (
+    AlignedPadding,
+    Argument,
+    CallPlan,
+    Computed,
+    PaddingPlan,
+    Passed,
+    Size,
+    Sized,
+    TablePlan,
+)
 from gemkv_compile.runtime.handle import PagedKVTensor, make_handle
 from gemkv_compile.runtime.importing import continue_past
 from gemkv_compile.runtime.page_table import PageTable
@@ -73,9 +83,7 @@ class Executable:
     def _wrap(
         self, args: Sequence[Any], outputs: Sequence[Any], tables: list[PageTable], starts: list[int]
     ) -> tuple[Any, ...]:
-        results: list[Any] = [None] * self._plan.num_outputs
-        for index, inner_index in self._plan.results:
-            results[index] = outputs[inner_index]
+        results = [_result(source, args, outputs) for source in self._plan.results]
         for table_plan, table, start in zip(self._plan.tables, tables, starts, strict=True):
             for output in table_plan.outputs:
                 first = start if output.keep is None else max(start, table.length - output.keep)
@@ -119,6 +127,14 @@ def _keep_alive(results: Sequence[Any], args: Sequence[Any]) -> None:
     for result in results:
         if isinstance(result, torch.Tensor) and result.grad_fn is not None:
             result.grad_fn.metadata["gemkv_past"] = handles
+
+
+def _result(source: Computed | Passed | Sized | None, args: Sequence[Any], outputs: Sequence[Any]) -> Any:
+    if isinstance(source, Computed):
+        return outputs[source.position]
+    if isinstance(source, Passed):
+        return args[source.index]
+    return None if source is None else _value(source.size, args)
 
 
 def _value(size: Size, args: Sequence[Any]) -> int:
