@@ -74,7 +74,7 @@ def compile_graph(
     with clock("find attention"):
         attentions = find_attention(module.graph)
     with clock("find updates"):
-        updates = find_updates(module.graph, attentions.found)
+        updates = find_updates(module.graph, attentions.found, [node for node, _ in attentions.refused])
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     facts = Facts(options.kv_format, options.group_size, options.page_size, canonical.handle_inputs)
     with clock("prove and decide"):

@@ -22,6 +22,7 @@ REASONS = {
     "past_not_an_input": "the past is computed inside the graph",
     "cache_not_returned": "the updated cache is not returned by the graph",
     "cache_used_elsewhere": "cached rows are also used by something that is no attention",
+    "cache_read_changed": "cached rows are changed on their way to the attention",
     "cache_shapes_differ": "keys and values, or past and new rows, do not fit each other",
     "attention_not_recognised": "a cache is updated, and no known attention reads it",
     "attention_weights_used": "the attention weights themselves are used",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from gemkv_compile.passes.rules import attention_matmul, attention_sdpa
 from gemkv_compile.passes.sites import Attention, Refusal
@@ -14,16 +14,16 @@ RULES = (attention_sdpa, attention_matmul)
 
 @dataclass(frozen=True)
 class AttentionReport:
-    """The attentions that were read, and those that were seen but not read."""
+    """The attentions that were read; and the outputs of those that were seen but not read, with the reason."""
 
     found: tuple[Attention, ...]
-    refused: tuple[Refusal, ...]
+    refused: tuple[tuple[Node, Refusal], ...]
 
 
 def find_attention(graph: Graph) -> AttentionReport:
     """Apply each rule to each node, in graph order."""
     found: list[Attention] = []
-    refused: list[Refusal] = []
+    refused: list[tuple[Node, Refusal]] = []
     for node in list(graph.nodes):
         rule = next((rule for rule in RULES if rule.pattern(node)), None)
         if rule is None:
@@ -32,5 +32,5 @@ def find_attention(graph: Graph) -> AttentionReport:
         if refusal is None:
             found.append(rule.rewrite(node))
         else:
-            refused.append(refusal)
+            refused.append((node, refusal))
     return AttentionReport(tuple(found), tuple(refused))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Graph, Node
 
-from gemkv_compile.passes.lens import op_of, shape_of
+from gemkv_compile.passes.lens import module_path, op_of, rank_of, shape_of
 from gemkv_compile.passes.liveness import live_nodes
 from gemkv_compile.passes.rules import update_cat
 from gemkv_compile.passes.rules.update_cat import Rows
@@ -27,8 +27,13 @@ class UpdateReport:
     unread: tuple[Refusal, ...]
 
 
-def find_updates(graph: Graph, attentions: Iterable[Attention]) -> UpdateReport:
-    """Group the attentions by the cache that they read."""
+def find_updates(graph: Graph, attentions: Sequence[Attention], refused: Sequence[Node] = ()) -> UpdateReport:
+    """Group the attentions by the cache that they read.
+
+    Args:
+        attentions: Those that were read.
+        refused: Outputs of those that were seen but not read; what they read is not reported twice.
+    """
     returned = _returned(graph)
     leaving = frozenset(_leaving(returned))
     readers: dict[tuple[Node, Node], list[Attention]] = {}
@@ -50,9 +55,9 @@ def find_updates(graph: Graph, attentions: Iterable[Attention]) -> UpdateReport:
             caches.append(cache)
         else:
             without.extend((attention, refusal) for attention in readers[key])
-    known = {node for cache in caches for node in (cache.all_keys, cache.all_values)}
-    known |= {row.all_rows for pair in rows.values() for row in pair}
-    return UpdateReport(tuple(caches), tuple(without), tuple(_unread(graph, leaving - known)))
+    seen = [attention.node for attention in attentions] + list(refused)
+    unread = _unread(leaving - {node for start in seen for node in _nearby(start)})
+    return UpdateReport(tuple(caches), tuple(without), unread)
 
 
 def _returned(graph: Graph) -> list[Any]:
@@ -71,6 +76,10 @@ def _leaving(returned: list[Any]) -> Iterable[Node]:
 
 def _rows_of(attention: Attention, leaving: frozenset[Node]) -> tuple[Rows, Rows] | Refusal:
     keys, values = update_cat.match(attention.keys, leaving), update_cat.match(attention.values, leaving)
+    for rows, source in ((keys, attention.keys), (values, attention.values)):
+        if rows is None and leaving & (_nearby(source) | {source}):
+            how = f"the cached rows reach this attention through an operation that is not read ({source})."
+            return Refusal("cache_read_changed", how, source)
     refusal = next((rows for rows in (keys, values) if isinstance(rows, Refusal)), None)
     if refusal is not None:
         return refusal
@@ -141,18 +150,32 @@ def _used_elsewhere(graph: Graph, cache: Cache) -> Refusal | None:
     return None
 
 
-def _unread(graph: Graph, leaving: frozenset[Node]) -> Iterable[Refusal]:
-    """Caches that grow by a cat in this graph, with no attention that was seen to read them."""
-    for node in graph.nodes:
-        if node in leaving and op_of(node) == "cat":
-            rows = update_cat.check(node, 2, None)
-            if isinstance(rows, Rows) and rows.past is not None:
-                yield Refusal(
-                    "attention_not_recognised",
-                    "a cache is updated here, but what reads it is no attention that this version knows; "
-                    "with Transformers, set attn_implementation='sdpa'.",
-                    node,
-                )
+def _nearby(node: Node) -> set[Node]:
+    """Nodes from which an attention gets its keys and values: back from it along [batch, heads, rows, dim] tensors."""
+    found: set[Node] = set()
+    stack = [node]
+    while stack:
+        for arg in stack.pop().all_input_nodes:
+            if arg not in found and (rank_of(arg) in (4, 5) or op_of(arg) in ("reshape", "flatten")):
+                found.add(arg)
+                stack.append(arg)
+    return found
+
+
+def _unread(candidates: Iterable[Node]) -> tuple[Refusal, ...]:
+    """Caches that grow by a cat, with no attention that was seen to read them; one refusal for keys and values."""
+    cats = sorted(node for node in candidates if op_of(node) == "cat")
+    grown = [n for n in cats if isinstance(rows := update_cat.match(n, frozenset()), Rows) and rows.past is not None]
+    places = {module_path(node) or f"pair {i // 2}": node for i, node in reversed(list(enumerate(grown)))}
+    return tuple(
+        Refusal(
+            "attention_not_recognised",
+            "a cache is updated here, but what reads it is no attention that this version knows; "
+            "with Transformers, set attn_implementation='sdpa'.",
+            node,
+        )
+        for node in places.values()
+    )
 
 
 def _same_visible(left: Any, right: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from torch.fx import Graph, Node
 
@@ -25,7 +26,7 @@ def describe_sites(
         sites += [(read.attention.node, _rewritten(rewrite, read)) for read in rewrite.reads]
     for attention, refusal in (*verdicts.kept, *updates.without):
         sites.append((attention.node, _kept(attention, refusal)))
-    for refusal in (*attentions.refused, *updates.unread):
+    for refusal in (*(refusal for _, refusal in attentions.refused), *updates.unread):
         sites.append((refusal.node, _refused(refusal)))
     sites.sort(key=lambda pair: order[pair[0]])
     return tuple(_numbered(site, node, i) for i, (node, site) in enumerate(sites))
@@ -76,6 +77,9 @@ def _numbered(site: Site, node: Node, position: int) -> Site:
     """The site with its module path, and its layer number from that path (else its position among the sites)."""
     path = module_path(node)
     number = re.search(r"\.(\d+)(?:\.|$)", f".{path}")
-    return Site(
-        **{**vars(site), "layer": int(number[1]) if number else position, "module": path or f"attention {position}"}
+    return replace(
+        site,
+        layer=int(number[1]) if number else position,
+        module=path or f"attention {position}",
+        sentence=f"{site.sentence.rstrip('.')}." if site.sentence else "",
     )
