@@ -1,0 +1,235 @@
+"""The ways to compile, the options, and what is said about mistakes."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from attention_cases import inputs, sdpa, tree_close
+from tiny_models import TupleModel, build, generated, prompt
+
+import gemkv_compile
+from gemkv_compile import Options, PagedKVTensor
+from gemkv_compile.errors import GemkvError, InvalidOption
+
+
+def is_paged(result):
+    return isinstance(result[1][0], PagedKVTensor)
+
+
+@torch.no_grad()
+def test_function():
+    out = gemkv_compile.compile(sdpa, kv_format="model")(*inputs())
+    assert is_paged(out)
+    tree_close(out, sdpa(*inputs()), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_decorators_bare_and_with_options():
+    @gemkv_compile.compile
+    def bare(q, k, v, past):
+        return sdpa(q, k, v, past)
+
+    @gemkv_compile.compile(kv_format="model", strict=True)
+    def with_options(q, k, v, past):
+        return sdpa(q, k, v, past)
+
+    for function, kv_format in ((bare, "int8"), (with_options, "model")):
+        out = function(*inputs())
+        assert is_paged(out) and out[1][0].table.pool.layout.kv_format == kv_format
+
+
+@torch.no_grad()
+def test_decorator_on_a_forward_method():
+    class Decorated(TupleModel):
+        @gemkv_compile.compile(kv_format="model")
+        def forward(self, ids, pasts=None):
+            return super().forward(ids, pasts)
+
+    torch.manual_seed(0)
+    _, pasts = Decorated().eval()(prompt(1, 5))
+    assert isinstance(pasts[0][0], PagedKVTensor)
+
+
+@torch.no_grad()
+def test_module_is_compiled_in_place_and_returned():
+    model = build("llama")
+    assert gemkv_compile.compile(model) is model
+    out = model.generate(prompt(1, 10), max_new_tokens=24, do_sample=False, return_dict_in_generate=True)
+    assert isinstance(out.past_key_values.layers[0].keys, PagedKVTensor)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["model.compile", "torch.compile"])
+def test_by_name(way):
+    model = TupleModel().eval()
+    options = {"kv_format": "model"}
+    if way == "model.compile":
+        model.compile(backend="gemkv", options=options)
+        compiled = model
+    else:
+        compiled = torch.compile(model, backend="gemkv", options=options)
+    _, pasts = compiled(prompt(1, 5))
+    assert pasts[0][0].table.pool.layout.kv_format == "model"
+
+
+def test_backend_registers_itself_without_an_import(tmp_path):
+    code = (
+        "import torch\n"
+        "f = torch.compile(lambda x: x + 1, backend='gemkv')\n"
+        "assert f(torch.ones(2)).tolist() == [2.0, 2.0]\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
+def test_import_is_lazy(tmp_path):
+    code = "import gemkv_compile, sys; assert 'torch' not in sys.modules; assert 'compile' in dir(gemkv_compile)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
+def test_without_attention_it_is_the_inner_compiler():
+    seen = []
+
+    def inner(module, example_inputs):
+        seen.append(module)
+        return module.forward
+
+    recorded = []
+
+    def record(module, example_inputs):
+        recorded.append(module)
+        return gemkv_compile.backend.gemkv(module, example_inputs, options={"inner": inner})
+
+    import gemkv_compile.backend
+
+    torch.compile(lambda x: x.sin() + 1, backend=record)(torch.ones(3))
+    assert seen == recorded  # the very graph, untouched
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("inner", ["inductor", "eager", "aot_eager"])
+def test_inner_compilers(inner):
+    out = gemkv_compile.compile(sdpa, kv_format="model", inner=inner)(*inputs())
+    tree_close(out, sdpa(*inputs()), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_mode_goes_to_inductor():
+    compiled = torch.compile(sdpa, backend="gemkv", mode="max-autotune-no-cudagraphs")
+    assert is_paged(compiled(*inputs()))
+    with pytest.raises(Exception, match="needs inner='inductor'"):
+        gemkv_compile.compile(sdpa, mode="max-autotune", inner="eager")(*inputs())
+
+
+MISTAKES = [
+    ({"kv_formt": "int8"}, "gemkv has no option 'kv_formt'. Did you mean 'kv_format'?"),
+    ({"zzz": 1}, "gemkv has no option 'zzz'. Options are: kv_format, page_size"),
+    ({"kv_format": "int9"}, "kv_format must be one of 'int8', 'model', got 'int9'. Did you mean 'int8'?"),
+    ({"kv_format": "int4"}, "kv_format='int4' is not in this version"),
+    ({"kv_format": "k8v4"}, "kv_format='k8v4' is not in this version"),
+    ({"page_size": 100}, r"page_size must be a multiple of group_size \(64\), got 100"),
+    ({"page_size": 0}, "page_size must be a positive int, got 0"),
+    ({"page_size": True}, "page_size must be a positive int, got True"),
+    ({"group_size": 40}, "group_size must be a multiple of 16, got 40"),
+    ({"pool_bytes": -5}, "pool_bytes must be a positive int, got -5"),
+    ({"strict": "yes"}, "strict must be True or False, got 'yes'"),
+    ({"cuda_graphs": True}, "cuda_graphs=True is not in this version; leave it at False"),
+    ({"prefill": "fa3"}, "prefill='fa3' is not in this version; leave it at 'auto'"),
+    ({"drop": "attention_mass"}, "drop='attention_mass' is not in this version"),
+    ({"shadow": 3}, "shadow=3 is not in this version; leave it at 0"),
+    ({"inner": 7}, "inner must be one of .* got 7"),
+]
+
+
+@pytest.mark.parametrize("options, message", MISTAKES)
+def test_mistakes_in_options(options, message):
+    """Nothing is accepted and ignored (vllm-project/vllm#14221)."""
+    with pytest.raises(InvalidOption, match=message):
+        gemkv_compile.compile(sdpa, **options)
+    with pytest.raises(Exception, match=message):
+        torch.compile(sdpa, backend="gemkv", options=options)(*inputs())
+
+
+def test_unknown_inner_compiler():
+    with pytest.raises(Exception, match="inner='nonsense' is no torch.compile backend"):
+        gemkv_compile.compile(sdpa, inner="nonsense")(*inputs())
+
+
+def test_options_are_frozen():
+    with pytest.raises(AttributeError):
+        Options().strict = True
+
+
+def test_what_cannot_be_compiled():
+    with pytest.raises(TypeError, match="takes an nn.Module or a function, got int"):
+        gemkv_compile.compile(3)
+    with pytest.raises(TypeError, match="Decorate the forward method"):
+        gemkv_compile.compile(TupleModel)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = gemkv_compile.nonsense
+
+
+@torch.no_grad()
+def test_strict_raises_with_the_table():
+    from attention_cases import cache_used_elsewhere
+
+    with pytest.raises(Exception, match=r"(?s)strict=True, and 1 of 1 attentions are kept.*cache_used_elsewhere"):
+        gemkv_compile.compile(cache_used_elsewhere, strict=True)(*inputs())
+
+
+@torch.no_grad()
+def test_pool_limit_is_an_error_and_loses_nothing():
+    """Out of pages: the message names the pool and the option; the past still works once there is room."""
+    model = gemkv_compile.compile(TupleModel().eval(), kv_format="model", pool_bytes=4 << 20, page_size=64)
+    plain = TupleModel().eval()
+    plain.load_state_dict(model.state_dict())
+    logits, pasts = model(prompt(8, 60))
+    others, message = [], ""
+    while not message:
+        try:
+            others.append(model(prompt(8, 64))[1])
+        except GemkvError as error:
+            message = str(error)
+    assert "pool model[2x16, page 64] on cpu is full" in message and "pool_bytes" in message
+    with pytest.raises(GemkvError, match="Every cache is still valid"):
+        model(prompt(8, 4), pasts)
+    others.clear()
+    ours, _ = model(prompt(8, 4), pasts)
+    torch.testing.assert_close(
+        ours, plain(torch.cat([prompt(8, 60), prompt(8, 4)], 1))[0][:, 60:], rtol=1e-4, atol=1e-4
+    )
+    assert logits.shape == (8, 60, 256)
+
+
+@torch.no_grad()
+def test_wrong_pasts():
+    model = gemkv_compile.compile(TupleModel().eval())
+    _, pasts = model(prompt(2, 70))
+    with pytest.raises(Exception, match="Sizes of tensors must match"):  # eager's own error, while tracing
+        model(prompt(3, 1), pasts)
+    pasts[0][0].release()
+    with pytest.raises(GemkvError, match="was released"):
+        model(prompt(2, 1), pasts)
+
+
+@torch.no_grad()
+def test_eager_prefill_is_imported():
+    """A cache that was filled outside compiled code: real tensors are paged at the next call."""
+    plain = build("gemma3")
+    ids = prompt(1, 40)
+    out = plain(ids, use_cache=True)
+    model = gemkv_compile.compile(plain, kv_format="model", strict=True)
+    cache, token, tokens = out.past_key_values, out.logits[:, -1:].argmax(-1), []
+    for _ in range(24):
+        tokens.append(token)
+        step = model(token, past_key_values=cache, use_cache=True)
+        cache, token = step.past_key_values, step.logits[:, -1:].argmax(-1)
+    assert isinstance(cache.layers[0].keys, PagedKVTensor)
+    assert torch.equal(torch.cat([ids, *tokens], 1), generated("gemma3", 1, 40, 24))
+
+
+def test_two_devices():
+    """Keys on one device and queries on another: eager's own error, nothing of ours in between."""
+    q, k, v, past = inputs()
+    with torch.no_grad(), pytest.raises(Exception, match="device"):
+        gemkv_compile.compile(sdpa)(q, k, v, tuple(t.to("meta") for t in past))
