@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -131,31 +131,45 @@ class Report:
         """Everything in the report as JSON; formulas as text that sympy reads back."""
         return json.dumps(asdict(self) | {"memory": str(self.memory)}, indent=indent, default=str)
 
-    def tables(self) -> list[Table]:
-        """Rich tables: one of the sites of each graph, one of memory."""
-        return [*(_site_table(i, graph) for i, graph in enumerate(self.graphs)), _memory_table(self)]
+    def print(self, console: Console) -> None:
+        """Print the sites of each graph, why and where, and the memory."""
+        for index, graph in enumerate(self.graphs):
+            console.print(_site_table(index, graph))
+            for line in _places(graph):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(_memory_table(self))
+        for reason in self.graph_breaks:
+            console.print(f"graph break: {reason}", markup=False, highlight=False, soft_wrap=True)
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=160, color_system=None)
-        for table in self.tables():
-            console.print(table)
-        for line in self.graph_breaks:
-            console.print(f"graph break: {line}", markup=False)
+        console = Console(file=io.StringIO(), width=120, color_system=None)
+        self.print(console)
         return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def _site_table(index: int, graph: GraphReport) -> Table:
     shared = ", shared with an earlier graph" if graph.inner_shared else ""
     table = Table(title=f"graph {index} (inner compiler: {graph.inner}{shared})", title_justify="left")
-    for column in ("layer", "attention", "status", "operator", "heads", "mask", "why / where"):
-        table.add_column(column, overflow="fold")
+    table.add_column("layer", no_wrap=True)
+    table.add_column("attention", overflow="fold")
+    for column in ("status", "operator", "heads", "mask"):
+        table.add_column(column, no_wrap=True)
     for site in graph.sites:
         heads = f"{site.num_q_heads}/{site.num_kv_heads} x {site.head_dim}" if site.num_q_heads else ""
-        why = f"{site.reason}: {site.sentence}\n{site.source}" if site.reason else site.source
-        table.add_row(str(site.layer), site.module, site.status, site.operator, heads, site.mask, why)
+        table.add_row(str(site.layer), site.module, site.status, site.operator or site.reason, heads, site.mask)
     if not graph.sites:
-        table.add_row("", "no attention in this graph", "", "", "", "", "left to the inner compiler")
+        table.add_row("", "no attention in this graph", "", "", "", "")
     return table
+
+
+def _places(graph: GraphReport) -> Iterator[str]:
+    """Why and where, once for all layers that share it."""
+    layers: dict[tuple[str, str, str, str], list[str]] = {}
+    for site in graph.sites:
+        layers.setdefault((site.status, site.reason, site.sentence, site.source), []).append(str(site.layer))
+    for (status, reason, sentence, source), numbers in layers.items():
+        why = f": {reason}: {sentence}" if reason else ""
+        yield f"  layer {', '.join(numbers)} {status}{why}\n    {source}"
 
 
 def _memory_table(report: Report) -> Table:

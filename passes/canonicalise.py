@@ -43,7 +43,7 @@ def canonicalise(module: GraphModule) -> tuple[GraphModule, CanonicaliseReport]:
 
 def _replace_handle_values(graph: Graph) -> frozenset[int]:
     """Give inputs that are cache handles the example value of a plain tensor; returns their positions."""
-    handles = set()
+    handles: set[int] = set()
     for index, node in enumerate(node for node in graph.nodes if node.op == "placeholder"):
         value = value_of(node)
         if isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value) and hasattr(value, "_marker"):

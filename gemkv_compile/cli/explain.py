@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from gemkv_compile.cli.models import load
+from gemkv_compile.cli.models import load_model
 from gemkv_compile.options import Options
 
 
@@ -18,7 +18,7 @@ def explain_model(console: Console, path: str, kv_format: str, attention: str, a
 
     options = Options(kv_format=kv_format)
     with console.status(f"loading {path}"):
-        model, _ = load(path, attention)
+        model = load_model(path, attention)
     backend = Backend(options)
     model.compile(backend=backend)
     ids = torch.arange(5, 21)[None]
@@ -28,9 +28,6 @@ def explain_model(console: Console, path: str, kv_format: str, attention: str, a
     if as_json:
         print(report.to_json(indent=2))
         return 0
-    for table in report.tables():
-        console.print(table)
-    for line in report.graph_breaks:
-        console.print(f"graph break: {line}", markup=False)
-    console.print(f"bytes of the cache, for B sequences of S tokens: {report.memory}", markup=False)
+    report.print(console)
+    console.print(f"bytes of the cache, for B sequences of S tokens: {report.memory}", markup=False, soft_wrap=True)
     return 0

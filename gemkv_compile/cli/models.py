@@ -36,39 +36,54 @@ def demo_model(dtype: Any = None) -> tuple[Any, Any, str]:
     raise GemkvError(f"No demo model is installed. {INSTALL_HINT}")
 
 
-def load(path: str | Path, attention: str = "sdpa", dtype: Any = None) -> tuple[Any, Any]:
-    """Load a causal language model and its tokenizer from a folder or a GGUF file.
+def load_model(path: str | Path, attention: str = "sdpa", dtype: Any = None) -> Any:
+    """Load a causal language model, in eval mode, from a folder or a GGUF file.
 
     Raises:
         FileNotFoundError: the path does not exist.
         GemkvError: a package that loading needs is missing.
     """
+    from_pretrained = _transformers("AutoModelForCausalLM").from_pretrained
+    folder, place = _place(path)
+    with _offline():
+        model = from_pretrained(folder, **place, dtype=dtype or "auto", attn_implementation=attention)
+    return model.eval()
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """Load the tokenizer of a folder or a GGUF file; raises as `load_model` does."""
+    from_pretrained = _transformers("AutoTokenizer").from_pretrained
+    folder, place = _place(path)
+    with _offline():
+        return from_pretrained(folder, **place)
+
+
+def _place(path: str | Path) -> tuple[Path, dict[str, str]]:
+    """Folder and keyword arguments with which Transformers finds a model."""
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; give a folder with config.json, or a .gguf file.")
+    return (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})
+
+
+def _transformers(name: str) -> Any:
     try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        import transformers
     except ImportError as error:
         raise GemkvError(f"Loading a model needs transformers. {INSTALL_HINT}") from error
-    place: dict[str, Any] = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
-    folder = path.parent if path.suffix == ".gguf" else path
-    with _offline():
-        tokenizer = AutoTokenizer.from_pretrained(folder, **place)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, **place, dtype=dtype or "auto", attn_implementation=attention
-        )
-    return model.eval(), tokenizer
+    return getattr(transformers, name)
 
 
 def _converted(gguf: Path, name: str, dtype: Any) -> tuple[Any, Any]:
+    """Model and tokenizer of a GGUF file, from a decoded copy that the first call makes."""
     folder = cache_folder() / f"{name}-{gguf.stat().st_size}"
     if not (folder / "done").exists():
-        model, tokenizer = load(gguf)
+        model = load_model(gguf)
         _forget_quantisation(model)
         model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        load_tokenizer(gguf).save_pretrained(folder)
         (folder / "done").touch()
-    return load(folder, dtype=dtype)
+    return load_model(folder, dtype=dtype), load_tokenizer(folder)
 
 
 def _forget_quantisation(model: Any) -> None:

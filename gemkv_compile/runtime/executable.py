@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,9 +44,13 @@ class Executable:
         self._plan = plan
         self._pools = [pools.get(table.layout, table.device, table.pool_bytes) for table in plan.tables]
         self._warned = False
+        self._is_fresh = True
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         plan = self._plan
+        if self._is_fresh:
+            self._is_fresh = False
+            _forget_trace(args)
         sizes = [(_value(table.batch, args), _value(table.num_tokens, args)) for table in plan.tables]
         tables: list[PageTable] = []
         starts: list[int] = []
@@ -100,6 +105,12 @@ class Executable:
             )
             self._warned = True
         return tuple(self._original(*map(_dense, args)))
+
+
+def _forget_trace(args: Sequence[Any]) -> None:
+    """Collect what Dynamo's trace left: reference cycles that hold this call's handles, and with them their pages."""
+    if any(isinstance(arg, PagedKVTensor) for arg in args):
+        gc.collect()
 
 
 def _prepare(table: PageTable, start: int, plan: TablePlan) -> bool:

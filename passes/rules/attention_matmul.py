@@ -185,8 +185,8 @@ def _transposed(node: Any) -> Node | None:
         dims = {argument(node, 1, "dim0") % 4, argument(node, 2, "dim1") % 4}
         return node.args[0] if dims == {2, 3} else None
     if name == "permute" and rank_of(node) == 4:
-        dims = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
-        return node.args[0] if [dim % 4 for dim in dims] == [0, 1, 3, 2] else None
+        order = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
+        return node.args[0] if [dim % 4 for dim in order] == [0, 1, 3, 2] else None
     if name == "getattr" and node.args[1] == "mT":
         return node.args[0]
     return None

@@ -23,7 +23,7 @@ def _from_expand_reshape(node: Node) -> Node | None:
     """reshape(expand(x[:, :, None], [B, Hkv, n, S, D]), [B, Hkv * n, S, D])"""
     if op_of(node) not in ("reshape", "flatten") or rank_of(node) != 4:
         return None
-    expanded = node.args[0]
+    expanded: Any = node.args[0]
     if op_of(expanded) != "expand" or rank_of(expanded) != 5:
         return None
     inserted = expanded.args[0]
@@ -56,16 +56,17 @@ def _from_interleave(node: Node) -> Node | None:
     if op_of(node) != "repeat_interleave" or rank_of(node) != 4:
         return None
     dim = argument(node, 2, "dim")
-    return node.args[0] if isinstance(argument(node, 1, "repeats"), int) and dim in (1, -3) else None
+    return argument(node, 0, "input") if isinstance(argument(node, 1, "repeats"), int) and dim in (1, -3) else None
 
 
 def _from_single_head(node: Node) -> Node | None:
     """x.expand(B, n, S, D) with x of one head"""
     if op_of(node) != "expand" or rank_of(node) != 4 or rank_of(node.args[0]) != 4:
         return None
-    before, after = shape_of(node.args[0]), shape_of(node)
+    source: Any = node.args[0]
+    before, after = shape_of(source), shape_of(node)
     assert before is not None and after is not None
-    return node.args[0] if before[1] == 1 and _same_shape(before[:1] + before[2:], after[:1] + after[2:]) else None
+    return source if before[1] == 1 and _same_shape(before[:1] + before[2:], after[:1] + after[2:]) else None
 
 
 def _same_shape(left: tuple[Any, ...] | None, right: tuple[Any, ...] | None) -> bool:

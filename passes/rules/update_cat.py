@@ -38,7 +38,8 @@ def match(source: Node, outputs: frozenset[Node]) -> Rows | Refusal | None:
     Returns:
         None where no cache is involved.
     """
-    node, seq_dim, visible = source, 2, None
+    node: Any = source
+    seq_dim, visible = 2, None
     while True:
         if op_of(node) == "cat":
             return check(node, seq_dim, visible)
@@ -113,7 +114,7 @@ def _is_empty_constant(node: Any) -> bool:
     return op_of(node) == "tensor" and len(node.args[0]) == 0
 
 
-def _swaps_heads_and_rows(node: Node) -> bool:
+def _swaps_heads_and_rows(node: Any) -> bool:
     if op_of(node) == "transpose":
         return {argument(node, 1, "dim0") % 4, argument(node, 2, "dim1") % 4} == {1, 2}
     if op_of(node) == "permute":

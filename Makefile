@@ -1,0 +1,48 @@
+# Everything runs in .venv, which make creates; nothing else is needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# `import kernels` must never find this folder: Transformers imports a package of that name.
+export PYTHONSAFEPATH := 1
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test test-gpu lint typecheck goldens bench clean
+
+demo: $(STAMP)
+	$(BIN)/gemkv demo
+
+test: $(STAMP)
+	$(BIN)/pytest -m "not gpu" $(ARGS)
+
+# On a machine with a GPU, in an environment that has torch: make test-gpu BIN=/path/to/bin
+test-gpu: $(STAMP)
+	$(BIN)/pytest -m gpu $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy needs the folders where they import: a tree of links does that.
+typecheck: $(STAMP)
+	rm -rf .typecheck && mkdir -p .typecheck/gemkv_compile
+	ln -s ../../gemkv_compile/* .typecheck/gemkv_compile/
+	ln -s ../../passes ../../kernels .typecheck/gemkv_compile/
+	cd .typecheck && ../$(BIN)/mypy --config-file ../pyproject.toml -p gemkv_compile
+
+goldens: $(STAMP)
+	GEMKV_ACCEPT_GOLDENS=1 $(BIN)/pytest -q tests/test_rules.py
+	git --no-pager diff --stat -- tests/goldens
+
+bench: $(STAMP)
+	$(BIN)/python examples/benchmarks/kv_memory.py
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,demo,bench]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) .typecheck build dist *.egg-info .hypothesis

@@ -1,0 +1,49 @@
+"""What every benchmark shares: where results go, and what stands in each of them."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def save(name: str, rows: list[dict[str, Any]]) -> Path:
+    """Write rows to results/<name>.json, with device, versions, date and commit."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"about": about(), "rows": rows}, indent=1) + "\n")
+    return path
+
+
+def about() -> dict[str, str]:
+    """Where and with what a benchmark ran."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    versions = {name: _version(name) for name in ("torch", "triton", "transformers", "gemkv-compile")}
+    return {"device": device, "python": platform.python_version(), **versions, "date": _today(), "commit": _commit()}
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _today() -> str:
+    return datetime.date.today().isoformat()
+
+
+def _commit() -> str:
+    """The commit, marked if the tree differs from it."""
+    run = ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
+    result = subprocess.run(run, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or "unknown"

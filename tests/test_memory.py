@@ -1,0 +1,96 @@
+"""Bytes of Gemma 3 270M's cache, counted exactly while decoding, against a dense bfloat16 cache."""
+
+import pytest
+import torch
+from tiny_models import VOCAB, prompt
+from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig
+
+import gemkv_compile
+from gemkv_compile.runtime.ledger import kv_memory, trim
+
+LAYERS = ["sliding_attention"] * 5 + ["full_attention"]
+
+
+def gemma3_270m_shaped():
+    """Keys and values exactly as in Gemma 3 270M (18 layers, every sixth full, window 512, one head of 256), in a
+    model that is otherwise as small as can be."""
+    config = Gemma3TextConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=18,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        sliding_window=512,
+        layer_types=LAYERS * 3,
+        max_position_embeddings=65536,
+    )
+    torch.manual_seed(0)
+    return Gemma3ForCausalLM._from_config(config, attn_implementation="sdpa").to(torch.bfloat16).eval()
+
+
+def filled(config, tokens):
+    """A dense cache of `tokens` random tokens, as eager decoding would leave it."""
+    cache = DynamicCache(config=config)
+    for layer in cache.layers:
+        rows = min(tokens, 511) if layer.is_sliding else tokens
+        both = [torch.randn(1, 1, rows, 256, dtype=torch.bfloat16) for _ in range(2)]
+        layer.lazy_initialization(*both)
+        layer.keys, layer.values = both
+        if layer.is_sliding:
+            layer.cumulative_length = tokens
+    return cache
+
+
+def dense_bytes(tokens):
+    return (3 * tokens + 15 * min(tokens, 511)) * 2 * 256 * 2
+
+
+@pytest.mark.parametrize("tokens, most", [(8192, 0.60), (32768, 0.56)])
+def test_worst_of_256_consecutive_positions(tokens, most):
+    model = gemkv_compile.compile(gemma3_270m_shaped(), kv_format="int8", strict=True)
+    cache = filled(model.config, tokens - 1)
+    assert kv_memory(cache).total == dense_bytes(tokens - 1)
+    ratios = []
+    with torch.no_grad():
+        for length in range(tokens, tokens + 256):
+            model(prompt(1, 1), past_key_values=cache)
+            ledger = kv_memory(cache)
+            assert ledger.dense == 0 and len(ledger.layers) == 18
+            ratios.append(ledger.total / dense_bytes(length))
+    assert max(ratios) <= most, max(ratios)
+    assert sum(layer.codes + layer.scales for layer in ledger.layers) == sum(layer.pages for layer in ledger.layers)
+
+
+def test_memory_returns_when_the_cache_dies():
+    """1 cache, 4 beams, 2 continuations: after all of them no page is in use, and slabs can be given back."""
+    import copy
+
+    model = gemkv_compile.compile(gemma3_270m_shaped(), kv_format="int8", strict=True)
+    before = sum(pool.in_use for pool in kv_memory(()).pools)
+    with torch.no_grad():
+        out = model.generate(
+            prompt(1, 700), max_new_tokens=70, num_beams=4, do_sample=False, return_dict_in_generate=True
+        )
+        cache = out.past_key_values
+        forks = [copy.deepcopy(cache) for _ in range(2)]
+        for fork in forks:
+            model(prompt(4, 1), past_key_values=fork)
+    assert sum(pool.in_use for pool in kv_memory(()).pools) > before
+    del out, cache, fork, forks
+    pools = kv_memory(()).pools
+    assert sum(pool.in_use for pool in pools) == before
+    trim()
+    assert sum(pool.reserved for pool in kv_memory(()).pools) <= sum(pool.reserved for pool in pools)
+
+
+def test_growth_is_counted_per_sequence_and_shared_pages_once():
+    model = gemkv_compile.compile(gemma3_270m_shaped(), kv_format="int8", strict=True)
+    with torch.no_grad():
+        cache = model(prompt(1, 700)).past_key_values
+        one = kv_memory(cache)
+        cache.batch_repeat_interleave(4)
+        four = kv_memory(cache)
+    assert [layer.pages for layer in four.layers] == [layer.pages for layer in one.layers]
+    assert all(f.tail == 4 * o.tail for f, o in zip(four.layers, one.layers, strict=True))
