@@ -91,7 +91,7 @@ def compile_graph(
     with clock("rewrite"):
         rewritten = rewrite_graph(module, verdicts.rewrites, options.pool_bytes)
     with clock("inner compile"):
-        compiled, shared = shared_compiles.compile(inner, mode, module, rewritten.example_inputs)
+        compiled, shared = shared_compiles.compile(inner, module, rewritten.example_inputs)
     after, memory = format_graph(module.graph), _memory(verdicts.rewrites)
     report = GraphReport(sites, memory, before, after, inner.name, shared, clock.seconds)
     return Executable(compiled, gm, rewritten.plan), report

@@ -123,3 +123,20 @@ def dynamic_fake_tensor(
         size = mode.from_tensor(real, symbolic_context=context, source=ConstantSource(name)).shape[0]
         with mode:
             return torch.empty((*leading, size), dtype=dtype, device=device)
+
+
+def is_tracing_aten() -> bool:
+    """Whether operations are being recorded into an ATen graph (AOTAutograd, make_fx, export)."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return get_proxy_mode() is not None
+
+
+def compile_settings() -> str:
+    """Everything outside a graph that decides what a compiler makes of it."""
+    import torch._inductor.config as inductor_config
+
+    devices = ("cpu", "cuda")
+    autocast = [(torch.is_autocast_enabled(d), str(torch.get_autocast_dtype(d))) for d in devices]
+    modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled())
+    return f"{autocast} {modes} {inductor_config.get_hash().hex()}"

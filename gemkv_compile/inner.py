@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from gemkv_compile.compat import compile_settings
 from gemkv_compile.errors import InvalidOption
 from gemkv_compile.passes.printing import describe, format_graph
 from gemkv_compile.passes.symbols import free_symbols
@@ -27,6 +28,7 @@ class InnerCompiler:
     name: str
     compile: Callable[[GraphModule, Sequence[Any]], Compiled]
     adds_guards: bool  # whether its result may hold for some sizes only
+    identity: Any  # equal for compilers that do the same
 
 
 def choose_inner(inner: str | Callable[..., Any], mode: str | None, example_inputs: Sequence[Any]) -> InnerCompiler:
@@ -43,20 +45,20 @@ def choose_inner(inner: str | Callable[..., Any], mode: str | None, example_inpu
         on_gpu = any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in example_inputs)
         inner = "inductor" if on_gpu or mode is not None else "eager"
     if inner == "inductor":
-        return InnerCompiler("inductor", _inductor(mode), adds_guards=True)
+        return InnerCompiler("inductor", _inductor(mode), True, ("inductor", mode))
     if mode is not None:
         raise InvalidOption(f"mode={mode!r} needs inner='inductor'; the inner compiler is {inner!r}.")
     if inner == "eager":
-        return InnerCompiler("eager", lambda module, _: module.forward, adds_guards=False)
+        return InnerCompiler("eager", lambda module, _: module.forward, False, "eager")
     if callable(inner):
-        return InnerCompiler(getattr(inner, "__name__", repr(inner)), inner, adds_guards=True)
+        return InnerCompiler(getattr(inner, "__name__", repr(inner)), inner, True, inner)
     try:
         backend = torch._dynamo.lookup_backend(inner)
     except Exception as error:
         raise InvalidOption(
             f"inner={inner!r} is no torch.compile backend; see torch.compiler.list_backends()."
         ) from error
-    return InnerCompiler(inner, backend, adds_guards=True)
+    return InnerCompiler(inner, backend, True, inner)
 
 
 def _inductor(mode: str | None) -> Callable[[GraphModule, Sequence[Any]], Compiled]:
@@ -74,15 +76,13 @@ class SharedCompiles:
     """Compiles each distinct graph once: graphs that differ in names only share the result."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, Compiled] = OrderedDict()
+        self._known: OrderedDict[Any, Compiled] = OrderedDict()
         self._lock = threading.Lock()
         self.compiles = 0
 
-    def compile(
-        self, inner: InnerCompiler, mode: str | None, module: GraphModule, examples: Sequence[Any]
-    ) -> tuple[Compiled, bool]:
+    def compile(self, inner: InnerCompiler, module: GraphModule, examples: Sequence[Any]) -> tuple[Compiled, bool]:
         """The compiled graph, and whether an earlier graph's result serves it."""
-        key = f"{inner.name} {mode} {torch.is_grad_enabled()} {graph_key(module, examples)}"
+        key = (inner.identity, compile_settings(), graph_key(module, examples))
         shareable = not any(node.op in ("get_attr", "call_module") for node in module.graph.nodes)
         shareable = shareable and not (inner.adds_guards and free_symbols(_sizes_of_the_call(module)))
         with self._lock:

@@ -87,8 +87,9 @@ def decide(caches: Iterable[Cache], placeholders: list[Node], facts: Facts) -> V
 
 def _judge(cache: Cache, placeholders: list[Node], facts: Facts, proofs: dict[Any, Any]) -> Rewrite | Refusal:
     new = new_rows(cache)
-    needs_grad = torch.is_grad_enabled() and any(_requires_grad(n) for n in (cache.new_keys, cache.new_values))
-    refusal = _check_grad(cache, placeholders, facts, needs_grad) or _check_types(cache, new)
+    kv_grad = torch.is_grad_enabled() and any(map(_requires_grad, (cache.new_keys, cache.new_values)))
+    needs_grad = kv_grad or (torch.is_grad_enabled() and any(_requires_grad(r.query) for r in cache.readers))
+    refusal = _check_grad(cache, placeholders, facts, kv_grad) or _check_types(cache, new)
     if refusal is not None:
         return refusal
     keep = None if cache.outputs[0].keep is None else static_int(cache.outputs[0].keep)
@@ -134,15 +135,20 @@ def _requires_grad(node: Node) -> bool:
     return bool(getattr(value_of(node), "requires_grad", False))
 
 
-def _check_grad(cache: Cache, placeholders: list[Node], facts: Facts, needs_grad: bool) -> Refusal | None:
+def _check_grad(cache: Cache, placeholders: list[Node], facts: Facts, kv_grad: bool) -> Refusal | None:
     pasts = [past for past in (cache.past_keys, cache.past_values) if past is not None]
     trained = next((past for past in pasts if _requires_grad(past)), None)
     if trained is not None:
         return Refusal(
             "past_requires_grad", "the past requires grad (prefix tuning), and pages are outside autograd.", trained
         )
+    masks = [reader.mask for reader in cache.readers if reader.mask is not None]
+    if torch.is_grad_enabled() and (trained := next(filter(_requires_grad, masks), None)) is not None:
+        return Refusal(
+            "grad_enabled", "the mask requires grad, and the paged operators have no gradient for it.", trained
+        )
     handles = all(placeholders.index(past) in facts.handle_inputs for past in pasts)
-    if needs_grad and not (pasts and handles):
+    if kv_grad and not (pasts and handles):
         return Refusal(
             "grad_enabled",
             "keys and values require grad here, so they stay ordinary tensors; generate under torch.no_grad().",
@@ -169,6 +175,10 @@ def _check_types(cache: Cache, new: tuple[Any, ...]) -> Refusal | None:
         query = value_of(reader.query)
         if (query.dtype, query.device) != (keys.dtype, keys.device):
             return Refusal("dtype_differs", f"the query is {query.dtype}, the keys are {keys.dtype}.", reader.node)
+        if value_of(reader.node).dtype != query.dtype:
+            return Refusal(
+                "dtype_differs", "autocast changes the attention's dtype; cast the model instead.", reader.node
+            )
         q_heads = static_int(query.shape[1])
         if q_heads is None or q_heads % heads or not 1 <= q_heads // heads <= MAX_GROUPS:
             return Refusal(

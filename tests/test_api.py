@@ -233,3 +233,31 @@ def test_two_devices():
     q, k, v, past = inputs()
     with torch.no_grad(), pytest.raises(Exception, match="device"):
         gemkv_compile.compile(sdpa)(q, k, v, tuple(t.to("meta") for t in past))
+
+
+def test_autocast():
+    """Under autocast the attention's dtype is not that of its inputs: kept, and equal to eager."""
+    q, k, v, past = inputs()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        report = gemkv_compile.explain(sdpa, q, k, v, past)
+        ours, theirs = gemkv_compile.compile(sdpa)(q, k, v, past), sdpa(q, k, v, past)
+    assert [(site.status, site.reason) for site in report.sites] == [("kept", "dtype_differs")]
+    assert ours[0].dtype == theirs[0].dtype == torch.bfloat16
+    tree_close(ours, theirs)
+
+
+@torch.no_grad()
+def test_equal_graphs_of_different_inner_compilers_are_not_mixed_up():
+    ran = []
+
+    def named(name):
+        def inner(module, example_inputs):
+            ran.append(name)
+            return module.forward
+
+        return inner
+
+    for name in ("first", "second", "first again"):
+        torch._dynamo.reset()
+        gemkv_compile.compile(sdpa, inner=named(name))(*inputs())
+    assert ran == ["first", "second", "first again"]

@@ -245,3 +245,15 @@ def test_growing_outside_a_compiled_graph_warns_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.cat([handle, row], dim=-2)
+
+
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_other_backends_refuse_a_handle(backend):
+    """They would trace the handle's shell and lose its values."""
+    with pytest.raises(Exception, match=r"another backend compiles.*backend='gemkv'"), torch.no_grad():
+        torch.compile(lambda x: x.sin(), backend=backend)(handle_of())
+    torch._dynamo.reset()
+    handle = handle_of()
+    with torch.no_grad():
+        result = torch.compile(lambda x: x.sin(), backend="eager")(handle)
+    torch.testing.assert_close(result, handle.materialise().sin())

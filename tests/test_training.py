@@ -126,3 +126,30 @@ def test_generation_without_no_grad_is_right_and_says_why_it_is_not_paged():
         ids = logits[:, -1:].argmax(-1)
         tokens.append(ids)
     assert torch.equal(torch.cat(tokens, 1), expected) and past is None
+
+
+@pytest.mark.parametrize("new_tokens", [1, 5])
+def test_only_queries_require_grad(new_tokens):
+    """As with an adapter on the query projection: keys and values are paged, gradients of the queries are right."""
+    plain, model = tuple_model().requires_grad_(False), tuple_model().requires_grad_(False)
+    for some in (plain, model):
+        for layer in some.layers:
+            layer.q.requires_grad_(True)
+        some.layers[1].q.requires_grad_(True)
+    gemkv_compile.compile(model, kv_format="model")
+    with torch.no_grad():
+        pasts = [some(prompt(1, 70))[1] for some in (model, plain)]
+    ids = prompt(1, new_tokens, 3)
+    ours = gradients(model, lambda some: some(ids, pasts[0])[0].logsumexp(-1).sum())
+    theirs = gradients(plain, lambda some: some(ids, pasts[1])[0].logsumexp(-1).sum())
+    assert_same_gradients(ours, theirs)
+
+
+def test_learned_mask_keeps_the_site():
+    from attention_cases import biased, inputs
+
+    bias = torch.zeros(4, 3, 8, requires_grad=True)
+    (site,) = gemkv_compile.explain(biased, *inputs(), bias).sites
+    assert (site.status, site.reason) == ("kept", "grad_enabled") and "mask requires grad" in site.sentence
+    gemkv_compile.compile(biased)(*inputs(), bias)[0].square().sum().backward()
+    assert bias.grad.abs().max() > 0

@@ -72,7 +72,7 @@ def _versions() -> Table:
     table.add_column("version")
     table.add_row("python", platform.python_version())
     for name in ("gemkv-compile", *PACKAGES):
-        table.add_row(name, _version_text(name))
+        table.add_row(name, torch.__version__ if name == "torch" else _version_text(name))
     return table
 
 

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_map_only
 
+from gemkv_compile.compat import is_tracing_aten
 from gemkv_compile.errors import GemkvError, ReleasedHandle
 from gemkv_compile.runtime.page_table import PageTable
 
@@ -90,17 +91,6 @@ class PagedKVTensor(torch.Tensor):
         """A handle of rows [start, length) of the same table."""
         return make_handle(self.table, self.role, start, length, self.seq_dim)
 
-    def replace_by(self, dense: torch.Tensor) -> None:
-        """Make this handle stand for the values of `dense` (same shape), in a table of its own."""
-        from gemkv_compile.runtime.importing import import_dense
-
-        other = self.with_rows(self.start, self.length)
-        other.role = VALUES - self.role
-        pair = (dense, other.materialise())
-        table = import_dense(self.table.pool, *(pair if self.role == KEYS else pair[::-1]), self.seq_dim)
-        self.table, self.start, self.length = table, 0, self.length - self.start
-        table.register(self)
-
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         if self.is_shell:
             return f"PagedKVTensor(shell, shape={tuple(self.shape)})"
@@ -168,6 +158,11 @@ def make_handle(table: PageTable, role: int, start: int, length: int, seq_dim: i
 def _stand_in(handle: PagedKVTensor) -> torch.Tensor:
     """Under fake tensors an empty tensor of the handle's shape, else the dense values."""
     if handle.is_shell:
+        if is_tracing_aten():
+            raise GemkvError(
+                "A PagedKVTensor went into a graph that another backend compiles, which would lose its values. "
+                "Compile with backend='gemkv', or pass handle.materialise()."
+            )
         return torch.empty(handle.shape, dtype=handle.dtype, device=handle.device)
     return handle.materialise()
 

@@ -10,7 +10,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gemkv_compile.errors import GemkvError
-from gemkv_compile.runtime.handle import PagedKVTensor, warn_dense_growth
+from gemkv_compile.runtime.handle import KEYS, VALUES, PagedKVTensor, make_handle, warn_dense_growth
+from gemkv_compile.runtime.importing import import_dense
 from gemkv_compile.runtime.page_table import PageTable
 
 METADATA_METHODS = frozenset(
@@ -61,8 +62,6 @@ def select_rows(handle: PagedKVTensor, rows: Sequence[int]) -> PagedKVTensor:
     if selected is None or selected.released:
         selected = table.fork(handle.start, handle.length, rows)
         table.last_selection = (key, weakref.ref(selected))  # type: ignore[attr-defined]
-    from gemkv_compile.runtime.handle import make_handle
-
     return make_handle(selected, handle.role, handle.start, handle.length, handle.seq_dim)
 
 
@@ -70,6 +69,15 @@ def _plainly(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """Call a function on handles themselves: it asks for metadata, or the handle is a shell under tracing."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def replace_rows(handle: PagedKVTensor, dense: torch.Tensor) -> None:
+    """Make a handle stand for the values of `dense` (same shape), in a table of its own."""
+    other = make_handle(handle.table, VALUES - handle.role, handle.start, handle.length, handle.seq_dim).materialise()
+    pair = (dense, other) if handle.role == KEYS else (other, dense)
+    handle.table = import_dense(handle.table.pool, *pair, handle.seq_dim)
+    handle.start, handle.length = 0, handle.length - handle.start
+    handle.table.register(handle)
 
 
 def _property(func: Any, name: str, args: tuple[Any, ...]) -> Any:
@@ -84,7 +92,7 @@ def _property(func: Any, name: str, args: tuple[Any, ...]) -> Any:
 def _set_property(attribute: str, handle: PagedKVTensor, value: Any) -> None:
     if attribute == "data":
         _check_shape(handle, value)
-        handle.replace_by(_dense(value))
+        replace_rows(handle, _dense(value))
     elif attribute == "requires_grad":
         handle.requires_grad_(value)
     elif value is not None:
@@ -155,7 +163,7 @@ def _in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     rest, kwargs = _dense((args[1:], kwargs))
     func(dense, *rest, **kwargs)
     _check_shape(handle, dense)
-    handle.replace_by(dense)
+    replace_rows(handle, dense)
     return handle
 
 
@@ -164,7 +172,7 @@ def _into(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     args, rest = _dense((args, {key: value for key, value in kwargs.items() if key != "out"}))
     result = func(*args, **rest)
     _check_shape(handle, result)
-    handle.replace_by(result.to(handle.dtype))
+    replace_rows(handle, result.to(handle.dtype))
     return handle
 
 

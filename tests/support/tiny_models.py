@@ -98,7 +98,9 @@ class TupleAttention(nn.Module):
         if self.rows_first:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         total = k.shape[2]
-        visible = torch.arange(total)[None, :] <= torch.arange(length)[:, None] + (total - length)
+        visible = torch.arange(total, device=x.device)[None, :] <= torch.arange(length, device=x.device)[:, None] + (
+            total - length
+        )
         repeats = self.heads // self.kv_heads
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
         y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible)
@@ -119,7 +121,7 @@ class TupleModel(nn.Module):
 
     def forward(self, ids, pasts=None):
         seen = 0 if pasts is None else pasts[0][0].shape[1 if self.rows_first else 2]
-        x = self.embed(ids) + self.position(torch.arange(seen, seen + ids.shape[1]))
+        x = self.embed(ids) + self.position(torch.arange(seen, seen + ids.shape[1], device=ids.device))
         presents = []
         for i, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
             y, present = layer(norm(x), None if pasts is None else pasts[i])
