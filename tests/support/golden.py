@@ -1,5 +1,6 @@
 """Golden files: compared in tests, accepted by `make goldens` (GEMKV_ACCEPT_GOLDENS=1)."""
 
+import difflib
 import os
 from pathlib import Path
 
@@ -13,4 +14,6 @@ def check_golden(name, text):
         FOLDER.mkdir(exist_ok=True)
         path.write_text(text)
     assert path.exists(), f"no golden {path.name}; look at the text and run `make goldens`:\n{text}"
-    assert text == path.read_text(), f"{path.name} differs; if the new text is right, run `make goldens`"
+    expected = path.read_text()
+    changes = "\n".join(difflib.unified_diff(expected.splitlines(), text.splitlines(), "golden", "now", lineterm=""))
+    assert text == expected, f"{path.name} differs; if the new text is right, run `make goldens`\n{changes}"
