@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from tiny_models import build, generated, prompt
 from torch import nn
 
@@ -84,6 +85,11 @@ def test_unknown_attention_kernel_says_to_set_sdpa():
     assert kept and all("attn_implementation='sdpa'" in site.sentence for site in kept)
 
 
+NEWER = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 24)
+newer = pytest.mark.skipif(not NEWER, reason="eager itself fails here before Transformers 5.24")
+
+
+@newer
 def test_crop_then_call_then_prompt_lookup():
     from transformers import DynamicCache
 
@@ -106,6 +112,7 @@ def test_crop_then_call_then_prompt_lookup():
     assert torch.equal(outs[3], outs[1])
 
 
+@newer
 def test_cache_edited_between_calls():
     """A user who edits cached values in place gets what eager gives; also after reset and batch selection."""
     from transformers import DynamicCache

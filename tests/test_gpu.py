@@ -1,0 +1,63 @@
+"""On a GPU: the same graphs with Inductor around the operators. Run with `make test-gpu`."""
+
+import pytest
+import torch
+from tiny_models import FAMILIES, build, greedy, prompt, tuple_model
+
+import gemkv_compile
+from gemkv_compile import PagedKVTensor
+from gemkv_compile.runtime.ledger import kv_memory
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def run(model, ids, steps, **kwargs):
+    with torch.no_grad():
+        return model.generate(ids.cuda(), max_new_tokens=steps, do_sample=False, **kwargs)
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_equal_eager_past_the_window(family, inner):
+    attention = "eager" if family == "gemma2" else "sdpa"
+    plain = build(family, attention).cuda()
+    model = gemkv_compile.compile(build(family, attention).cuda(), kv_format="model", inner=inner, strict=True)
+    expected = run(plain, prompt(2, 10), 64)
+    out = run(model, prompt(2, 10), 64, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, expected)
+    assert all(isinstance(layer.keys, PagedKVTensor) for layer in out.past_key_values.layers)
+
+
+def test_auto_is_inductor_on_a_gpu():
+    report = gemkv_compile.explain(build("llama").cuda(), prompt(1, 8).cuda())
+    assert report.graphs[0].inner == "inductor"
+
+
+@pytest.mark.parametrize("kwargs", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
+def test_beams_and_crops(kwargs):
+    ids = prompt(1, 12).repeat(1, 3)
+    model = gemkv_compile.compile(build("gemma3").cuda(), kv_format="model", inner="eager", strict=True)
+    assert torch.equal(run(model, ids, 40, **kwargs), run(build("gemma3").cuda(), ids, 40, **kwargs))
+
+
+def test_int8_pages_hold_the_same_bytes_as_on_a_cpu():
+    pages = []
+    for device in ("cpu", "cuda"):
+        model = gemkv_compile.compile(tuple_model().to(device), inner="eager", strict=True)
+        with torch.no_grad():
+            _, pasts = model(prompt(2, 200).to(device))
+        rows = pasts[0][0].materialise().cpu()
+        pages.append(rows)
+        assert kv_memory(pasts).total == kv_memory(pasts).total
+    torch.testing.assert_close(pages[1], pages[0], rtol=0.02, atol=0.02)
+
+
+def test_memory_returns():
+    model = gemkv_compile.compile(tuple_model().cuda(), inner="eager", strict=True)
+    greedy(model, prompt(2, 300).cuda(), 2)
+    gemkv_compile.trim()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        greedy(model, prompt(2, 3000 // 4).cuda(), 4)
+        gemkv_compile.trim()
+    assert torch.cuda.memory_allocated() <= before + (2 << 20)
