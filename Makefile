@@ -14,10 +14,12 @@ export TOKENIZERS_PARALLELISM := false
 demo: $(STAMP)
 	$(BIN)/gemkv demo
 
+# One process a core, one torch thread each; a file's tests stay in one process (they share models).
+JOBS ?= $(shell nproc)
 test: $(STAMP)
-	$(BIN)/pytest -m "not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n $(JOBS) --dist loadfile $(ARGS)
 
-# On a machine with a GPU, in an environment that has torch: make test-gpu BIN=/path/to/bin
+# In an environment that has torch with CUDA, Triton and Transformers: make test-gpu STAMP= BIN=/path/to/its/bin
 test-gpu: $(STAMP)
 	$(BIN)/pytest -m gpu $(ARGS)
 
