@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from gemkv_compile.errors import StrictError
-from gemkv_compile.inner import choose_inner, shared_compiles
+from gemkv_compile.errors import GemkvError, RewriteFailed, StrictError
+from gemkv_compile.inner import InnerCompiler, choose_inner, shared_compiles
 from gemkv_compile.memory_formula import dense_bytes, paged_bytes
 from gemkv_compile.options import Options
 from gemkv_compile.passes.canonicalise import canonicalise
@@ -22,6 +25,7 @@ from gemkv_compile.passes.find_updates import find_updates
 from gemkv_compile.passes.printing import format_graph
 from gemkv_compile.passes.rewrite import rewrite_graph
 from gemkv_compile.passes.site_reports import describe_sites
+from gemkv_compile.plan import CallPlan
 from gemkv_compile.progress import progress_line
 from gemkv_compile.report import CacheMemory, GraphReport, Report, Site
 from gemkv_compile.runtime.executable import Executable
@@ -69,8 +73,44 @@ def compile_graph(
 ) -> tuple[Callable[..., Any], GraphReport]:
     """Run all stages on one graph; returns what to call, and the report."""
     clock = _Clock()
+    inner = choose_inner(options.inner, mode, example_inputs)
+    try:
+        found = _rewrite(gm, options, clock)
+    except GemkvError:
+        raise
+    except Exception as error:
+        if options.strict:
+            raise
+        warnings.warn(RewriteFailed(error), stacklevel=2)
+        return _as_it_was(gm, inner, example_inputs, error, clock)
+    if found.plan is None:
+        with clock("inner compile"):
+            compiled = inner.compile(gm, example_inputs)
+        return compiled, GraphReport(found.sites, (), found.before, found.before, inner.name, False, clock.seconds)
+    with clock("inner compile"):
+        compiled, shared = shared_compiles.compile(inner, found.module, found.example_inputs)
+    after = format_graph(found.module.graph)
+    report = GraphReport(found.sites, found.memory, found.before, after, inner.name, shared, clock.seconds)
+    return Executable(compiled, gm, found.plan), report
+
+
+@dataclass(frozen=True)
+class _Rewritten:
+    """What the passes make of a graph; the plan is None if it can run as it was."""
+
+    module: GraphModule
+    sites: tuple[Site, ...]
+    before: str
+    memory: tuple[CacheMemory, ...] = ()
+    example_inputs: tuple[Any, ...] = ()
+    plan: CallPlan | None = None
+
+
+def _rewrite(gm: GraphModule, options: Options, clock: _Clock) -> _Rewritten:
+    """All passes, in order."""
     with clock("canonicalise"):
         module, canonical = canonicalise(gm)
+    before = format_graph(module.graph)
     with clock("find attention"):
         attentions = find_attention(module.graph)
     with clock("find updates"):
@@ -82,19 +122,22 @@ def compile_graph(
     sites = describe_sites(module.graph, verdicts, attentions, updates)
     if options.strict:
         _enforce_strict(sites)
-    before = format_graph(module.graph)
-    inner = choose_inner(options.inner, mode, example_inputs)
     if not verdicts.rewrites and not canonical.handle_inputs:
-        with clock("inner compile"):
-            compiled = inner.compile(gm, example_inputs)
-        return compiled, GraphReport(sites, (), before, before, inner.name, False, clock.seconds)
+        return _Rewritten(module, sites, before)
     with clock("rewrite"):
         rewritten = rewrite_graph(module, verdicts.rewrites, options.pool_bytes)
-    with clock("inner compile"):
-        compiled, shared = shared_compiles.compile(inner, module, rewritten.example_inputs)
-    after, memory = format_graph(module.graph), _memory(verdicts.rewrites)
-    report = GraphReport(sites, memory, before, after, inner.name, shared, clock.seconds)
-    return Executable(compiled, gm, rewritten.plan), report
+    return _Rewritten(module, sites, before, _memory(verdicts.rewrites), rewritten.example_inputs, rewritten.plan)
+
+
+def _as_it_was(
+    gm: GraphModule, inner: InnerCompiler, example_inputs: Sequence[Any], error: Exception, clock: _Clock
+) -> tuple[Callable[..., Any], GraphReport]:
+    """The graph without any rewriting; where it is given cache handles, run node by node, as other compilers refuse."""
+    takes_handles = any(is_traceable_wrapper_subclass(value) for value in example_inputs)
+    compiled = gm.forward if takes_handles else inner.compile(gm, example_inputs)
+    text = format_graph(gm.graph)
+    site = Site(0, "", "kept", "internal_error", f"{type(error).__name__}: {error}", "")
+    return compiled, GraphReport((site,), (), text, text, inner.name, False, clock.seconds)
 
 
 def _memory(rewrites: Sequence[Rewrite]) -> tuple[CacheMemory, ...]:

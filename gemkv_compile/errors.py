@@ -70,3 +70,13 @@ class PoolExhausted(GemkvError, MemoryError):
 
 class StrictError(GemkvError, RuntimeError):
     """strict=True, and an attention in the graph was not rewritten. The message holds the table of sites."""
+
+
+class RewriteFailed(UserWarning):
+    """A graph runs as it was because of an error of this package; strict=True raises that error instead."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(
+            f"gemkv could not rewrite a graph because of an error of its own ({type(error).__name__}: {error}), so the "
+            "graph runs as it was, with a dense cache. Please report it; strict=True shows where it comes from."
+        )

@@ -82,7 +82,9 @@ class SharedCompiles:
 
     def compile(self, inner: InnerCompiler, module: GraphModule, examples: Sequence[Any]) -> tuple[Compiled, bool]:
         """The compiled graph, and whether an earlier graph's result serves it."""
-        key = (inner.identity, compile_settings(), graph_key(module, examples))
+        # Two functions may have one name, so the key holds the functions themselves.
+        targets = tuple(node.target for node in module.graph.nodes if node.op == "call_function")
+        key = (inner.identity, compile_settings(), graph_key(module, examples), targets)
         shareable = not any(node.op in ("get_attr", "call_module") for node in module.graph.nodes)
         shareable = shareable and not (inner.adds_guards and free_symbols(_sizes_of_the_call(module)))
         with self._lock:

@@ -35,10 +35,10 @@ class TablePlan:
         batch, num_tokens: Sizes of the new keys.
         keep: Rows that stay visible after the call, or None for all.
         window: Tokens that a query may attend to, itself included, or None for all.
-        exact_rows: The mask was absent, so every row of the past is attended to: `window` stands for the past's own
-            length, and a past of more than window - 1 rows is not covered by the rewritten graph.
+        exact_rows: An attention without a mask sees every row of the past. In the rewritten graph it has this number
+            as its window, so a past of more than exact_rows - 1 rows is not covered; None if there is none such.
         layout, device, pool_bytes: Which pool the pages come from.
-        requires_grad: Whether gradients flow through this call's keys and values.
+        outputs: Which outputs of the original graph are handles of this cache.
     """
 
     past_keys: int | None
@@ -48,7 +48,7 @@ class TablePlan:
     num_tokens: Size
     keep: int | None
     window: int | None
-    exact_rows: bool
+    exact_rows: int | None
     layout: PageLayout
     device: torch.device
     pool_bytes: int | None
@@ -114,9 +114,11 @@ class CallPlan:
     Args:
         inputs: Where each of its inputs comes from.
         results: For each output of the original graph that is no cache, where it comes from.
+        written: Arguments that the graph writes in place.
     """
 
     inputs: tuple[Argument | State | AlignedPadding, ...]
     tables: tuple[TablePlan, ...]
     paddings: tuple[PaddingPlan, ...]
     results: tuple[Computed | Passed | Sized | None, ...]
+    written: tuple[int, ...] = ()

@@ -16,29 +16,32 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from gemkv_compile.passes.lens import argument, op_of, value_of
+from gemkv_compile.passes.lens import argument, by_position, op_of, value_of
 from gemkv_compile.passes.symbols import SymbolTable
+
+_TO_KEYWORDS = {"dtype", "device", "other"}
 
 
 @dataclass(frozen=True)
 class CanonicaliseReport:
-    """What the stage did: size queries folded, operations without effect removed, inputs that are handles."""
+    """What the stage found: inputs that are handles."""
 
-    folded_sizes: int
-    removed_noops: int
     handle_inputs: frozenset[int]
 
 
 def canonicalise(module: GraphModule) -> tuple[GraphModule, CanonicaliseReport]:
-    """Copy the graph, fold size queries and remove operations that do nothing; the input is left as it is."""
+    """Copy the graph, bring calls to one form, fold size queries, remove operations that do nothing."""
     graph = Graph()
     output = graph.graph_copy(module.graph, {})
     source = next(node for node in module.graph.nodes if node.op == "output")
     graph.output(output).meta.update(source.meta)
     handles = _replace_handle_values(graph)
-    report = CanonicaliseReport(_fold_sizes(graph), _remove_noops(graph), handles)
+    for node in graph.nodes:
+        by_position(node)
+    _fold_sizes(graph)
+    _remove_noops(graph)
     graph.lint()
-    return GraphModule(module, graph), report
+    return GraphModule(module, graph), CanonicaliseReport(handles)
 
 
 def _replace_handle_values(graph: Graph) -> frozenset[int]:
@@ -53,9 +56,9 @@ def _replace_handle_values(graph: Graph) -> frozenset[int]:
     return frozenset(handles)
 
 
-def _fold_sizes(graph: Graph) -> int:
+def _fold_sizes(graph: Graph) -> None:
     """Replace size queries by constants and by SymInt inputs, so that only data uses of a tensor are left."""
-    symbols, count = SymbolTable(graph), 0
+    symbols = SymbolTable(graph)
     for node in list(graph.nodes):
         if not _is_size_query(node):
             continue
@@ -69,8 +72,6 @@ def _fold_sizes(graph: Graph) -> int:
         replace_uses(node, folded)
         if not node.users:
             graph.erase_node(node)
-        count += 1
-    return count
 
 
 def _is_size_query(node: Node) -> bool:
@@ -82,22 +83,20 @@ def _is_size_query(node: Node) -> bool:
     return name in ("size", "dim", "numel") and node.op == "call_method"
 
 
-def _remove_noops(graph: Graph) -> int:
-    count = 0
+def _remove_noops(graph: Graph) -> None:
     for node in list(graph.nodes):
         if _is_noop(node):
             replace_uses(node, node.args[0])
             graph.erase_node(node)
-            count += 1
-    return count
 
 
 def _is_noop(node: Node) -> bool:
     name = op_of(node)
     if name == "dropout":
         probability = argument(node, 1, "p", 0.5)
-        return (probability == 0 or argument(node, 2, "training", True) is False) and not node.kwargs.get("inplace")
-    if name == "to" and not {"copy", "memory_format", "non_blocking"} & node.kwargs.keys():
+        is_off = probability == 0 or argument(node, 2, "training", True) is False
+        return is_off and argument(node, 3, "inplace", False) is False
+    if name == "to" and not any(isinstance(arg, bool) for arg in node.args) and node.kwargs.keys() <= _TO_KEYWORDS:
         before, after = value_of(node.args[0]), value_of(node)
         tensors = isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
         return tensors and (before.dtype, before.device) == (after.dtype, after.device)

@@ -14,6 +14,7 @@ from gemkv_compile.compat import expr_of
 from gemkv_compile.errors import GemkvError
 from gemkv_compile.kernels.layout import PageLayout
 from gemkv_compile.kernels.validate import MAX_GROUPS
+from gemkv_compile.passes.effects import write_after, writes_of
 from gemkv_compile.passes.lens import value_of
 from gemkv_compile.passes.masks.proof import MaskProof, Padding, Unproven
 from gemkv_compile.passes.prove_masks import prove_mask
@@ -43,7 +44,6 @@ class Read:
     window: int | None
     padding: Padding | None
     dense_mask: Node | None
-    predicate: str
     unproven: Unproven | None
     window_is_kept_rows: bool = False  # the window is not in the mask: it is the number of rows that the cache keeps
 
@@ -57,7 +57,7 @@ class Rewrite:
     is_decode: bool
     keep: int | None
     window: int | None
-    exact_rows: bool
+    exact_rows: int | None
     layout: PageLayout
     device: torch.device
     requires_grad: bool
@@ -103,8 +103,8 @@ def _judge(cache: Cache, placeholders: list[Node], facts: Facts, proofs: dict[An
             return read
         reads.append(read)
     windows = [read.window for read in reads]
-    is_windowed = keep is not None or cache.visible is not None or None not in windows
-    page_size = facts.page_size or max(facts.group_size, WINDOW_PAGE_SIZE if is_windowed else FULL_PAGE_SIZE)
+    is_windowed = keep is not None or None not in windows
+    page_size = facts.page_size or _whole_groups(WINDOW_PAGE_SIZE if is_windowed else FULL_PAGE_SIZE, facts.group_size)
     try:
         layout = PageLayout(
             new[1], new[3], page_size, facts.group_size, facts.kv_format, value_of(cache.new_keys).dtype
@@ -117,11 +117,16 @@ def _judge(cache: Cache, placeholders: list[Node], facts: Facts, proofs: dict[An
         is_decode=is_decode and not needs_grad,
         keep=keep,
         window=None if None in windows else max(w for w in windows if w is not None),
-        exact_rows=any(read.window_is_kept_rows for read in reads),
+        exact_rows=min((r.window for r in reads if r.window_is_kept_rows and r.window is not None), default=None),
         layout=layout,
         device=value_of(cache.new_keys).device,
         requires_grad=needs_grad,
     )
+
+
+def _whole_groups(page_size: int, group_size: int) -> int:
+    """The page size, rounded up to a multiple of the group size."""
+    return -(-page_size // group_size) * group_size
 
 
 def new_rows(cache: Cache) -> tuple[Any, Any, Any, Any]:
@@ -184,9 +189,11 @@ def _check_types(cache: Cache, new: tuple[Any, ...]) -> Refusal | None:
             return Refusal(
                 "heads_unsupported", f"{q_heads} query heads do not share {heads} key/value heads.", reader.node
             )
-        expected = (batch, rows, dim)
-        if not all(same_size(a, b) for a, b in zip(expected, (query.shape[0], *query.shape[2:]), strict=True)):
-            return Refusal("query_rows_differ", "query and new keys differ in batch, tokens or head size.", reader.node)
+        expected, result = (batch, q_heads, rows, dim), value_of(reader.node)
+        for shape in (query.shape, result.shape):
+            if len(shape) != 4 or not all(same_size(a, b) for a, b in zip(expected, shape, strict=True)):
+                sentence = "query, result and new keys differ in batch, heads, tokens or head size."
+                return Refusal("query_rows_differ", sentence, reader.node)
     return None
 
 
@@ -198,15 +205,28 @@ def _read(
     if key not in proofs:
         proofs[key] = _prove(attention, q_len, kv_len)
     proof = proofs[key]
+    if isinstance(proof, MaskProof) and proof.padding is not None and (refused := _check_padding(attention, proof)):
+        proof = refused
     if isinstance(proof, Unproven):
         if attention.mask is None or not isinstance(value_of(attention.mask), torch.Tensor):
             return Refusal(proof.reason, proof.sentence, proof.node or attention.node)
-        return Read(attention, False, None, None, attention.mask, "", proof)
-    window = _window(cache, proof, q_len, kv_len, keep, is_decode)
+        return Read(attention, False, None, None, attention.mask, proof)
+    window = _window(cache, attention, proof, q_len, kv_len, keep, is_decode)
     if isinstance(window, Refusal):
         return window
-    from_rows = is_decode and proof.window is None and cache.visible is None and window is not None
-    return Read(attention, proof.causal, window, proof.padding, None, str(proof.predicate), None, from_rows)
+    from_rows = is_decode and proof.window is None and attention.visible is None and window is not None
+    return Read(attention, proof.causal, window, proof.padding, None, None, from_rows)
+
+
+def _check_padding(attention: Attention, proof: MaskProof) -> Unproven | None:
+    """Padding is read by the executable: from the call's own argument, and for all rows that the cache shows."""
+    assert proof.padding is not None
+    source = proof.padding.source
+    if attention.visible is not None:
+        return Unproven("mask_residual", "the padding belongs to the last rows of the cache only", attention.mask)
+    if (writer := write_after([source], writes_of(source.graph))) is not None:
+        return Unproven("mask_residual", "an input that may share the padding's memory is written in the graph", writer)
+    return None
 
 
 def _prove(attention: Attention, q_len: Any, kv_len: Any) -> MaskProof | Unproven:
@@ -222,14 +242,14 @@ def _prove(attention: Attention, q_len: Any, kv_len: Any) -> MaskProof | Unprove
 
 
 def _window(
-    cache: Cache, proof: MaskProof, q_len: Any, kv_len: Any, keep: int | None, is_decode: bool
+    cache: Cache, attention: Attention, proof: MaskProof, q_len: Any, kv_len: Any, keep: int | None, is_decode: bool
 ) -> int | Refusal | None:
     """The window to use: the proven one, or the one that follows from which rows the cache keeps and shows."""
-    visible = None if cache.visible is None else expr_of(cache.visible)
+    visible = None if attention.visible is None else expr_of(attention.visible)
     if visible is not None and not same_size(kv_len, value_of(cache.all_keys).shape[cache.seq_dim]):
         if is_decode and visible.is_Integer:
             return int(visible) if proof.window is None else min(int(visible), proof.window)
-        if proof.window is None or not is_known(visible - expr_of(q_len) >= proof.window - 1, q_len, cache.visible):
+        if proof.window is None or not is_known(visible - expr_of(q_len) >= proof.window - 1, q_len, attention.visible):
             return Refusal(
                 "rows_hidden", "attention sees only some of the cached rows, and no mask says which.", cache.all_keys
             )

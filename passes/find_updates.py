@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.fx import Graph, Node
 
+from gemkv_compile.passes.effects import write_after, writes_of
 from gemkv_compile.passes.lens import module_path, op_of, rank_of, shape_of
 from gemkv_compile.passes.liveness import live_nodes
 from gemkv_compile.passes.rules import update_cat
@@ -46,11 +47,12 @@ def find_updates(graph: Graph, attentions: Sequence[Attention], refused: Sequenc
             continue
         key = (pair[0].all_rows, pair[1].all_rows)
         rows.setdefault(key, pair)
-        readers.setdefault(key, []).append(attention)
+        readers.setdefault(key, []).append(replace(attention, visible=pair[0].visible))
+    writes = writes_of(graph)
     caches: list[Cache] = []
     for key, pair in rows.items():
         cache = _cache(pair, tuple(readers[key]), returned)
-        refusal = _check(graph, cache)
+        refusal = _check(graph, cache, writes)
         if refusal is None:
             caches.append(cache)
         else:
@@ -67,7 +69,7 @@ def _returned(graph: Graph) -> list[Any]:
 
 def _leaving(returned: list[Any]) -> Iterable[Node]:
     """Nodes that the graph returns as they are or as their last rows."""
-    for node in returned:
+    for node in map(_without_copies, returned):
         if isinstance(node, Node):
             yield node
             if any(update_cat.last_rows(node, dim) is not None for dim in (1, 2)):
@@ -102,7 +104,6 @@ def _cache(pair: tuple[Rows, Rows], readers: tuple[Attention, ...], returned: li
         all_keys=keys.all_rows,
         all_values=values.all_rows,
         seq_dim=keys.seq_dim,
-        visible=keys.visible,
         outputs=tuple(outputs),
         readers=readers,
         rule=update_cat.NAME,
@@ -110,27 +111,56 @@ def _cache(pair: tuple[Rows, Rows], readers: tuple[Attention, ...], returned: li
 
 
 def _outputs(rows: Rows, role: int, returned: list[Any]) -> Iterable[CacheOutput]:
-    for index, node in enumerate(returned):
+    for index, result in enumerate(returned):
+        node = _without_copies(result)
         if node is rows.all_rows:
-            yield CacheOutput(index, role, None, node)
-        elif isinstance(node, Node) and node.args and node.args[0] is rows.all_rows:
+            yield CacheOutput(index, role, None, result)
+        elif isinstance(node, Node) and node.args and _without_copies(node.args[0]) is rows.all_rows:
             keep = update_cat.last_rows(node, rows.seq_dim)
             if keep is not None:
-                yield CacheOutput(index, role, keep, node)
+                yield CacheOutput(index, role, keep, result)
 
 
-def _check(graph: Graph, cache: Cache) -> Refusal | None:
+def _without_copies(node: Any) -> Any:
+    while op_of(node) == "contiguous":
+        node = node.args[0]
+    return node
+
+
+def _check(graph: Graph, cache: Cache, writes: Mapping[Node, set[Node]]) -> Refusal | None:
     """Everything that touches the cached rows is an attention that was read, or a graph output."""
     node = cache.readers[0].node
-    new = shape_of(cache.new_keys), shape_of(cache.new_values)
-    if not all(same_size(a, b) for a, b in zip(new[0] or (), new[1] or (), strict=True)):
+    new = shape_of(cache.new_keys) or (), shape_of(cache.new_values) or ()
+    if len(new[0]) != len(new[1]) or not all(same_size(a, b) for a, b in zip(*new, strict=True)):
         return Refusal("cache_shapes_differ", "keys and values have different head counts or head sizes.", node)
     if {output.role for output in cache.outputs} != {KEYS, VALUES}:
         return Refusal("cache_not_returned", "the graph reads a past but does not return the cache that it made.", node)
     keeps = [output.keep for output in cache.outputs]
     if any(not _same_visible(keep, keeps[0]) for keep in keeps):
         return Refusal("cache_not_returned", "the graph returns different rows of one cache.", node)
+    writer = write_after(_computation(graph, cache), writes)
+    if writer is not None:
+        name = getattr(writer.target, "__name__", writer.target)
+        what = f"`{name}` writes in place into a tensor that this attention or its cache is made of."
+        return Refusal("written_in_place", what, writer)
     return _used_elsewhere(graph, cache)
+
+
+def _computation(graph: Graph, cache: Cache) -> set[Node]:
+    """Every tensor from the queries, masks, new and past rows to the attentions' outputs, these left out."""
+    readers = [reader.node for reader in cache.readers]
+    inputs = [cache.new_keys, cache.new_values, cache.past_keys, cache.past_values]
+    inputs += [node for reader in cache.readers for node in (reader.query, reader.mask)]
+    forward = {node for node in inputs if node is not None}
+    backward = {*readers, *(output.node for output in cache.outputs)}
+    starts = frozenset(forward)
+    for node in graph.nodes:
+        if forward & set(node.all_input_nodes):
+            forward.add(node)
+    for node in reversed(graph.nodes):
+        if node in backward and node not in starts:
+            backward.update(node.all_input_nodes)
+    return (forward & backward | starts) - set(readers)
 
 
 def _used_elsewhere(graph: Graph, cache: Cache) -> Refusal | None:
@@ -142,12 +172,23 @@ def _used_elsewhere(graph: Graph, cache: Cache) -> Refusal | None:
     live = live_nodes(graph, replaced, {output.index for output in cache.outputs})
     for rows in (cache.past_keys, cache.past_values, cache.all_keys, cache.all_values):
         if rows in live:
-            user = next((user for user in rows.users if user in live and user not in replaced), rows)
+            user = _user(rows, live - replaced.keys())
             what = "the past is" if rows.op == "placeholder" else "the cached rows are"
             return Refusal(
                 "cache_used_elsewhere", f"{what} also used by something that is no attention ({user}).", user
             )
     return None
+
+
+def _user(rows: Node, live: set[Node]) -> Node:
+    """The first live user that is more than a copy or another view of cached rows."""
+    user = next((user for user in rows.users if user in live), None)
+    while user is not None and (user.op != "output" and op_of(user) in _ROWS_STILL):
+        rows, user = user, next((after for after in user.users if after in live), None)
+    return rows if user is None or user.op == "output" else user
+
+
+_ROWS_STILL = frozenset("cat contiguous transpose permute getitem reshape expand unsqueeze repeat_interleave".split())
 
 
 def _nearby(node: Node) -> set[Node]:

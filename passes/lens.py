@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 _METHODS = frozenset(
-    "matmul bmm mul div add sub softmax transpose permute reshape view expand unsqueeze contiguous to float half "
+    "matmul bmm mul div add softmax transpose permute reshape view expand unsqueeze contiguous to float half "
     "bfloat16 type type_as size dim numel tanh masked_fill repeat_interleave clone flatten swapaxes".split()
 )
 _SAME = {
@@ -39,8 +39,6 @@ _FUNCTIONS: dict[Any, str] = {
     operator.add: "add",
     torch.add: "add",
     operator.iadd: "add",
-    operator.sub: "sub",
-    torch.sub: "sub",
     F.softmax: "softmax",
     torch.softmax: "softmax",
     F.dropout: "dropout",
@@ -58,13 +56,50 @@ _FUNCTIONS: dict[Any, str] = {
     torch.concatenate: "cat",
     torch.where: "where",
     torch.masked_fill: "masked_fill",
-    torch.narrow: "narrow",
     torch.tensor: "tensor",
     operator.getitem: "getitem",
     getattr: "getattr",
     F.scaled_dot_product_attention: "sdpa",
     torch.clone: "contiguous",
 }
+
+
+_POSITIONS: dict[str, tuple[tuple[str, ...], ...]] = {
+    name: tuple(tuple(one.split("|")) for one in names.split())
+    for name, names in {
+        "matmul": "input other|mat2",
+        "mul": "input other",
+        "div": "input other",
+        "add": "input other",
+        "softmax": "input dim|axis",
+        "dropout": "input p",
+        "tanh": "input",
+        "transpose": "input dim0|axis0 dim1|axis1",
+        "permute": "input dims",
+        "reshape": "input shape",
+        "expand": "input size",
+        "unsqueeze": "input dim",
+        "repeat_interleave": "input repeats dim",
+        "cat": "tensors dim|axis",
+        "where": "condition input other",
+        "masked_fill": "input mask value",
+        "contiguous": "input",
+        "tensor": "data",
+    }.items()
+}
+"""The leading parameters of each operation, as its functions and methods name them."""
+
+
+def by_position(node: Node) -> None:
+    """Move leading keyword arguments of an operation that the rules read to their positions; nothing else changes."""
+    args, kwargs = list(node.args), dict(node.kwargs)
+    for names in _POSITIONS.get(op_of(node), ())[len(args) :]:
+        name = next((name for name in names if name in kwargs), None)
+        if name is None:
+            break
+        args.append(kwargs.pop(name))
+    if len(args) > len(node.args):
+        node.args, node.kwargs = tuple(args), kwargs
 
 
 def op_of(node: Any) -> str:

@@ -2,36 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Mapping
 
 from torch.fx import Graph, Node
 
-from gemkv_compile.passes.lens import value_of
-
-_IN_PLACE_OPERATORS = frozenset(
-    [operator.setitem, operator.delitem]
-    + [getattr(operator, name) for name in dir(operator) if name.startswith("i") and hasattr(operator, f"__{name}__")]
-)
-
-
-def has_effect(node: Node) -> bool:
-    """Whether a node does more than return a value (an in-place method, an assertion, a context switch, ...)."""
-    if node.op not in ("call_function", "call_method", "get_attr"):
-        return True
-    if node.op == "get_attr":
-        return False
-    if "out" in node.kwargs or node.kwargs.get("inplace"):
-        return True
-    if node.op == "call_method":
-        return _is_in_place(str(node.target))
-    if getattr(node.target, "__module__", "") == "_operator":
-        return node.target in _IN_PLACE_OPERATORS
-    return _is_in_place(getattr(node.target, "__name__", "")) or node.is_impure() or value_of(node) is None
-
-
-def _is_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__")
+from gemkv_compile.passes.effects import has_effect, private_memory
 
 
 def live_nodes(
@@ -46,18 +21,25 @@ def live_nodes(
     replaced = replaced or {}
     live: set[Node] = set()
     stack: list[Node] = []
+    private: dict[Node, set[Node]] = {}  # writes that matter only if what they write into does
     for node in graph.nodes:
         if node.op == "output":
             results = node.args[0] if isinstance(node.args[0], (tuple, list)) else [node.args[0]]
             live.add(node)
             stack += [r for i, r in enumerate(results) if isinstance(r, Node) and i not in dropped]
         elif node.op != "placeholder" and has_effect(node):
-            stack.append(node)
+            memory = private_memory(node)
+            if memory is None:
+                stack.append(node)
+            else:
+                private[node] = memory
     while stack:
-        node = stack.pop()
-        if node not in live:
-            live.add(node)
-            stack += replaced.get(node, node.all_input_nodes)
+        while stack:
+            node = stack.pop()
+            if node not in live:
+                live.add(node)
+                stack += replaced.get(node, node.all_input_nodes)
+        stack = [node for node, memory in private.items() if node not in live and memory & live]
     return live
 
 

@@ -10,12 +10,12 @@ from sympy.logic.boolalg import Boolean
 from torch import fx
 
 from gemkv_compile import compat
+from gemkv_compile.passes.effects import first_write
 from gemkv_compile.passes.lens import value_of
 from gemkv_compile.passes.masks.checking import Subject, check_proof
 from gemkv_compile.passes.masks.domain import Domain
 from gemkv_compile.passes.masks.indexed import Choice, Indexed, is_condition, replace
 from gemkv_compile.passes.masks.linear import Facts
-from gemkv_compile.passes.masks.names import write_into
 from gemkv_compile.passes.masks.normalise import Findings, normalise
 from gemkv_compile.passes.masks.numeric import Mismatch
 from gemkv_compile.passes.masks.predicate import AXES, KV, B, H, Q, at_least
@@ -95,7 +95,7 @@ def _prove_flag(is_causal: bool, domain: Domain) -> MaskProof:
 def _read(mask: fx.Node, reader: MaskReader) -> Indexed:
     """Where a mask shows a key, in the mask's own shape."""
     tensor = reader.read(mask)
-    writer = write_into(reader.formulas)
+    writer = first_write(reader.formulas)
     if writer is not None:
         name = getattr(writer.target, "__name__", writer.target)
         sentence = f"the mask is written to in place by `{name}` ({writer.name}), which the mask reader does not follow"

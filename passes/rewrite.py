@@ -11,12 +11,14 @@ from torch.fx import Graph, GraphModule, Node
 
 from gemkv_compile.compat import dynamic_fake_tensor, fake_mode_of
 from gemkv_compile.kernels import ops  # noqa: F401  (registers the operators)
+from gemkv_compile.kernels.layout import FIRST_MAX_PAGES
 from gemkv_compile.kernels.results import empty_results
 from gemkv_compile.passes.decide import Read, Rewrite, new_rows
-from gemkv_compile.passes.lens import value_of
+from gemkv_compile.passes.effects import writes_of
+from gemkv_compile.passes.lens import op_of, value_of
 from gemkv_compile.passes.liveness import remove_dead
 from gemkv_compile.passes.sites import Cache
-from gemkv_compile.passes.symbols import SymbolTable, free_symbols
+from gemkv_compile.passes.symbols import SymbolTable, free_symbols, same_size
 from gemkv_compile.passes.version import pass_version
 from gemkv_compile.plan import (
     AlignedPadding,
@@ -33,7 +35,6 @@ from gemkv_compile.plan import (
 )
 
 STATE_FIELDS: tuple[StateField, ...] = ("page_table", "seq_lens", "starts", "tail")
-FIRST_MAX_PAGES = 8
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,6 @@ class RewriteReport:
 
     plan: CallPlan
     example_inputs: tuple[Any, ...]
-    removed_nodes: int
 
 
 class _Builder:
@@ -59,8 +59,8 @@ class _Builder:
 
     def add(self, name: str, value: torch.Tensor, source: State | AlignedPadding) -> Node:
         """Append a placeholder."""
-        assert self._last is not None
-        with self.graph.inserting_after(self._last):
+        first = next(iter(self.graph.nodes))
+        with self.graph.inserting_after(self._last) if self._last is not None else self.graph.inserting_before(first):
             node = self.graph.placeholder(name)
         node.meta.update(example_value=value, _dynamo_source=None)
         self._last = node
@@ -101,17 +101,19 @@ def rewrite_graph(module: GraphModule, rewrites: tuple[Rewrite, ...], pool_bytes
     """Replace attentions and cache updates by paged operators; edits `module` (a canonicalised copy) in place."""
     graph = module.graph
     build = _Builder(graph)
+    changed = set().union(*writes_of(graph).values())
+    written = tuple(i for i, node in enumerate(build.placeholders) if node in changed)
     tables = []
     for index, rewrite in enumerate(rewrites):
         _insert_operators(build, rewrite, index)
         tables.append(_table_plan(build, rewrite, pool_bytes))
     results = _sort_outputs(build, rewrites)
-    removed = remove_dead(graph)
+    remove_dead(graph)
     inputs, examples = _keep_used_inputs(graph, build)
     graph.lint()
     module.recompile()
-    plan = CallPlan(inputs, tuple(tables), tuple(build.paddings), results)
-    return RewriteReport(plan, examples, removed)
+    plan = CallPlan(inputs, tuple(tables), tuple(build.paddings), results, written)
+    return RewriteReport(plan, examples)
 
 
 def _insert_operators(build: _Builder, rewrite: Rewrite, table: int) -> None:
@@ -156,7 +158,7 @@ def _attend(
     build: _Builder, rewrite: Rewrite, read: Read, table: int, keys: Node, values: Node, state: dict[StateField, Node]
 ) -> Node:
     graph, attention = build.graph, read.attention
-    masks = (build.padding(read, table), _four_dims(graph, read.dense_mask), None)
+    masks = (build.padding(read, table), _whole_mask(build, read), None)
     paged = (*(state[field] for field in STATE_FIELDS), *masks, attention.scale, attention.softcap)
     if rewrite.is_decode:
         target: Any = torch.ops.gemkv.attend_pages.default
@@ -181,13 +183,19 @@ def _format(rewrite: Rewrite) -> tuple[int, str, str]:
 
 
 def _replace_attention(graph: Graph, old: Node, new: Node) -> None:
-    """Let `new` stand for `old`; a user that views memory as it was laid out gets the old layout."""
+    """Let `new` stand for `old`; users that may depend on how memory is laid out get the layout that eager gives."""
     before, after = value_of(old), value_of(new)
-    views = any(user.op == "call_method" and user.target == "view" for user in old.users)
-    if views and before.is_contiguous() and not after.is_contiguous():
+    if not all(map(_ignores_layout, old.users)) and before.is_contiguous() and not after.is_contiguous():
         with graph.inserting_after(new):
             new = _call(graph, "contiguous", (new,), before)
     old.replace_all_uses_with(new)
+
+
+def _ignores_layout(user: Node) -> bool:
+    """Whether a user's result, and its own layout, are the same for any layout of its input."""
+    if op_of(user) in ("transpose", "permute"):
+        return all(map(_ignores_layout, user.users))
+    return user.target in ("reshape", "contiguous", torch.reshape)
 
 
 def _rows_first(graph: Graph, node: Node, cache: Cache) -> Node:
@@ -195,12 +203,20 @@ def _rows_first(graph: Graph, node: Node, cache: Cache) -> Node:
     return node if cache.seq_dim == 2 else _call(graph, "transpose", (node, 1, 2), value_of(node).transpose(1, 2))
 
 
-def _four_dims(graph: Graph, mask: Node | None) -> Node | None:
+def _whole_mask(build: _Builder, read: Read) -> Node | None:
+    """The dense mask as [batch|1, Hq|1, q_len, kv_len]."""
+    mask = read.dense_mask
     if mask is None:
         return None
+    graph = build.graph
     while value_of(mask).ndim < 4:
         mask = _call(graph, "unsqueeze", (mask, 0), value_of(mask).unsqueeze(0))
-    return mask
+    wanted = value_of(read.attention.query).shape[2], value_of(read.attention.keys).shape[2]
+    value = value_of(mask)
+    if all(same_size(a, b) for a, b in zip(value.shape[2:], wanted, strict=True)):
+        return mask
+    sizes = [-1, -1, *(build.symbols.emit(graph, size) for size in wanted)]
+    return _call(graph, "expand", (mask, *sizes), value.expand(-1, -1, *wanted))
 
 
 def _call(graph: Graph, method: str, arguments: tuple[Any, ...], example: Any) -> Node:
@@ -251,7 +267,8 @@ def _outside(build: _Builder, result: Any) -> Passed | Sized | None:
         return Passed(build.placeholders.index(result))
     value = value_of(result)
     if isinstance(value, torch.SymInt):
-        return Sized(build.symbols.size(value))
+        # A number that comes from data has a symbol of its own, which only the graph can compute.
+        return Sized(build.symbols.size(value)) if build.symbols.knows(value) else None
     return Sized(result) if isinstance(result, int) and not isinstance(result, bool) else None
 
 

@@ -27,6 +27,7 @@ class Attention:
         keys, values: [batch, num_kv_heads, kv_len, head_dim], before heads are repeated for their query group.
         mask: Boolean (True: attend) or additive, broadcastable to [batch, num_q_heads, q_len, kv_len], or None.
         is_causal: Whether the operator masks causally, aligned at the top left.
+        visible: It sees the last `visible` cached rows only, or None for all (int or SymInt).
     """
 
     node: Node
@@ -38,6 +39,7 @@ class Attention:
     mask: Node | None
     is_causal: bool
     rule: str
+    visible: Any = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,6 @@ class Cache:
             and 2 exchanged (seq_dim 1).
         past_keys, past_values: Placeholders, or None where the cache starts.
         all_keys, all_values: The nodes of past and new rows together.
-        visible: Attention sees only the last `visible` rows, or None for all (int or SymInt).
         readers: The attentions over this cache.
         rule: The update idiom.
     """
@@ -71,7 +72,6 @@ class Cache:
     all_keys: Node
     all_values: Node
     seq_dim: int
-    visible: Any
     outputs: tuple[CacheOutput, ...]
     readers: tuple[Attention, ...]
     rule: str

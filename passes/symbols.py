@@ -64,6 +64,10 @@ class SymbolTable:
                 if isinstance(size, torch.SymInt) and expr_of(size).is_Symbol:
                     self._readers.setdefault(expr_of(size), _dim_reader(index, dim))
 
+    def knows(self, value: Any) -> bool:
+        """Whether `size` can compute a value from the call's arguments."""
+        return expr_of(value).free_symbols <= self._readers.keys()
+
     def size(self, value: Any) -> Size:
         """`value` (int, SymInt or sympy expression) as an int, or as a function of the call's arguments."""
         expr = value if isinstance(value, sympy.Basic) else expr_of(value)

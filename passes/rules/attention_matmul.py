@@ -14,6 +14,8 @@ from gemkv_compile.passes.rules.repeat_kv import strip_repeat
 from gemkv_compile.passes.sites import Attention, Refusal
 
 NAME = "attention_matmul"
+MAX_SCORE_STEPS = 24  # nodes that are looked at between a softmax and its scores' matmul
+_ROUNDING_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass
@@ -29,19 +31,33 @@ class Scores:
 
 
 def pattern(node: Node) -> bool:
-    """matmul of something that is a softmax, up to dtype changes and layout copies."""
-    return op_of(node) == "matmul" and rank_of(node) == 4 and _softmax_of(node) is not None
+    """matmul of a softmax of something with a matmul in it, up to dropout, dtype changes and layout copies."""
+    if op_of(node) != "matmul" or rank_of(node) != 4:
+        return False
+    softmax = _softmax_of(node)
+    return softmax is not None and _holds_matmul(softmax.args[0])
 
 
 def check(node: Node) -> Refusal | None:
     """The softmax runs over the last dimension of scores that read as attention, and only this product uses it."""
     softmax = _softmax_of(node)
     assert softmax is not None
+    weights = _skip_casts(node.args[0])
+    if op_of(weights) == "dropout":
+        return Refusal(
+            "dropout_active",
+            f"attention dropout is {argument(weights, 1, 'p', 0.5)}; call model.eval(), or set it to 0.",
+            weights,
+        )
     if argument(softmax, 1, "dim") not in (-1, 3):
         return Refusal("softmax_dim", "the softmax does not run over the key dimension.", softmax)
     scores = read_scores(softmax.args[0])
     if isinstance(scores, Refusal):
         return scores
+    if any(rank_of(part) != 4 for part in (scores.query, scores.key, node.args[1])):
+        return Refusal(
+            "rank_unsupported", "query, key and value must be [batch, heads, tokens, head_dim]; unsqueeze them.", node
+        )
     weights = node.args[0]
     while isinstance(weights, Node):
         if len(weights.users) > 1:
@@ -90,6 +106,8 @@ def read_scores(node: Any) -> Scores | Refusal:
     node = _peel_scale(_skip_casts(node), scores)
     node = _skip_casts(node)
     key = _transposed(node.args[1]) if op_of(node) == "matmul" else None
+    if key is None and op_of(node) in ("mul", "div") and any(map(_leads_to_matmul, node.args)):
+        return Refusal("scale_not_constant", "the scale of the scores is a tensor; make it a Python number.", node)
     if key is None:
         return Refusal(
             "attention_not_recognised",
@@ -101,13 +119,27 @@ def read_scores(node: Any) -> Scores | Refusal:
 
 
 def _softmax_of(product: Node) -> Node | None:
-    node = product.args[0]
-    node = _skip_casts(node)
+    node = _skip_casts(product.args[0])
+    if op_of(node) == "dropout":
+        node = _skip_casts(node.args[0])
     return node if op_of(node) == "softmax" else None
 
 
+def _holds_matmul(scores: Any) -> bool:
+    """Whether the scores come from a product of two tensors by a few operations."""
+    stack, seen = [scores], 0
+    while stack and seen < MAX_SCORE_STEPS:
+        node = stack.pop(0)
+        seen += 1
+        if op_of(node) == "matmul":
+            return True
+        stack += node.all_input_nodes if isinstance(node, Node) else []
+    return False
+
+
 def _skip_casts(node: Any) -> Any:
-    while op_of(node) in ("to", "contiguous"):
+    """The node under layout copies and casts to a float dtype, which keep values up to rounding."""
+    while op_of(node) == "contiguous" or (op_of(node) == "to" and value_of(node).dtype in _ROUNDING_DTYPES):
         node = node.args[0]
     return node
 
@@ -117,8 +149,9 @@ def _peel_mask(node: Any, scores: Scores) -> Any:
     name = op_of(node)
     if name == "add" and all(isinstance(arg, Node) for arg in node.args[:2]) and not node.kwargs:
         inner = next((arg for arg in node.args[:2] if _leads_to_matmul(arg)), None)
-        if inner is not None:
-            scores.mask = node.args[1] if inner is node.args[0] else node.args[0]
+        mask = node.args[1] if inner is node.args[0] else node.args[0]
+        if inner is not None and value_of(mask).dtype.is_floating_point:  # True and 1 add 1, and hide nothing
+            scores.mask = mask
             return inner
     if name == "masked_fill" and _is_lowest(argument(node, 2, "value"), node):
         scores.hidden = argument(node, 1, "mask")
@@ -154,7 +187,7 @@ def _constant_factor(node: Any) -> tuple[Node, float] | None:
     if name not in ("mul", "div") or node.kwargs or len(node.args) != 2:
         return None
     left, right = node.args
-    if isinstance(left, Node) and isinstance(right, (int, float)):
+    if isinstance(left, Node) and isinstance(right, (int, float)) and (name == "mul" or right != 0):
         return left, float(right) if name == "mul" else 1.0 / right
     if isinstance(right, Node) and isinstance(left, (int, float)) and name == "mul":
         return right, float(left)

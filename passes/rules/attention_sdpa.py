@@ -33,6 +33,8 @@ def check(node: Node) -> Refusal | None:
     scale = argument(node, 6, "scale")
     if scale is not None and not isinstance(scale, (int, float)):
         return Refusal("scale_not_constant", "the scale is a tensor; pass a Python number.", node)
+    if not isinstance(argument(node, 5, "is_causal", False), bool):
+        return Refusal("mask_unknown_op", "is_causal is computed in the graph; pass True or False.", node)
     if static_int(shape_of(argument(node, 0, "query"))[-1]) is None:  # type: ignore[index]
         return Refusal("head_dim_unsupported", "the head size is not a constant of the graph.", node)
     return None

@@ -11,9 +11,10 @@ from typing import Any
 
 from torch.fx import Node
 
+from gemkv_compile.compat import expr_of
 from gemkv_compile.passes.lens import argument, op_of, rank_of, shape_of, value_of
 from gemkv_compile.passes.sites import Refusal
-from gemkv_compile.passes.symbols import same_size
+from gemkv_compile.passes.symbols import is_known, same_size
 
 NAME = "update_cat"
 
@@ -89,7 +90,7 @@ def last_rows(node: Node, seq_dim: int) -> Any:
     if op_of(node) != "getitem" or not isinstance(node.args[1], tuple) or rank_of(node) != 4:
         return None
     key = list(node.args[1])
-    if Ellipsis in [part for part in key if part is Ellipsis]:
+    if any(part is Ellipsis for part in key):
         at = next(i for i, part in enumerate(key) if part is Ellipsis)
         key[at : at + 1] = [slice(None)] * (5 - len(key))
     key += [slice(None)] * (4 - len(key))
@@ -103,9 +104,6 @@ def last_rows(node: Node, seq_dim: int) -> Any:
 
 
 def _is_negative(size: Any) -> bool:
-    from gemkv_compile.compat import expr_of
-    from gemkv_compile.passes.symbols import is_known
-
     return is_known(expr_of(size) < 0, size)
 
 
