@@ -16,6 +16,11 @@ def bytes_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
+def autocast_off() -> Any:
+    """A context without autocast on any device; cheaper than `torch.autocast(..., enabled=False)`, which names one."""
+    return torch._C._DisableAutocast()
+
+
 def fake_mode_of(values: Any) -> Any:
     """The FakeTensorMode that the given values (or the active trace) belong to, or None."""
     from torch._guards import detect_fake_mode

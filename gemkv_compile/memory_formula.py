@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sympy
 
-from gemkv_compile.kernels.layout import PageLayout
+from gemkv_compile.kernels.layout import FIRST_MAX_PAGES, PageLayout
 from gemkv_compile.report import BATCH, TOKENS
 
-FIRST_MAX_PAGES = 8
 LENGTH_BYTES = 8  # seq_lens and starts, int32 each
 
 

@@ -63,7 +63,7 @@ class Options:
             _positive("pool_bytes", self.pool_bytes)
         if not isinstance(self.strict, bool):
             raise InvalidOption(f"strict must be True or False, got {self.strict!r}.")
-        if not callable(self.inner) and not isinstance(self.inner, str):
+        if not callable(self.inner) and not (isinstance(self.inner, str) and self.inner):
             raise InvalidOption(
                 f"inner must be one of {INNER_COMPILERS}, a backend's name or a function, got {self.inner!r}."
             )
@@ -77,12 +77,14 @@ class Options:
         """Options from a dict, such as torch.compile's `options`.
 
         Raises:
-            InvalidOption: a key is unknown; the message names the nearest right one.
+            InvalidOption: a key is unknown, and the message names the nearest right one; or it is no mapping.
         """
+        if given is not None and not isinstance(given, Mapping):
+            raise InvalidOption(f"options must be a dict of names and values, got {given!r}.")
         known = [field.name for field in fields(cls)]
         for key in given or {}:
             if key not in known:
-                near = difflib.get_close_matches(key, known, 1)
+                near = difflib.get_close_matches(str(key), known, 1)
                 hint = f" Did you mean {near[0]!r}?" if near else f" Options are: {', '.join(known)}."
                 raise InvalidOption(f"gemkv has no option {key!r}.{hint}")
         return cls(**(given or {}))

@@ -44,6 +44,16 @@ def dequantise_groups(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     return scaled.add_(zero.to(torch.float32).unsqueeze(-2))
 
 
+def clamp_finite(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x (float32, any shape) with finite numbers beyond the range of `dtype` at its ends; inf and NaN stay.
+
+    Half a scale more than the largest float16 would become inf there. The other dtypes hold every dequantised number.
+    """
+    if dtype != torch.float16:
+        return x
+    return torch.where(x.isfinite(), x.clamp(-HALF_MAX, HALF_MAX), x)
+
+
 def _smallest_scale(reach: Tensor) -> Tensor:
     """The smallest float16 scale with 127 * scale >= reach (float32, >= 0), and 1 where reach is 0."""
     scale = (reach / MAX_CODE).to(torch.float16)

@@ -29,6 +29,7 @@ FORMAT_VERSION = 1
 
 KV_FORMATS = ("int8", "model")
 MODEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+FIRST_MAX_PAGES = 8  # columns of a new page table; they grow in powers of two
 SCALE_DTYPE = torch.float16
 SCALE_PLANES = 4  # K scale, K zero, V scale, V zero
 
@@ -62,9 +63,9 @@ class PageLayout:
             raise UnsupportedDtype(self.model_dtype)
         if self.kv_format not in KV_FORMATS:
             raise InvalidOption(f"kv_format must be one of {', '.join(KV_FORMATS)}, got {self.kv_format!r}.")
-        if self.group_size <= 0 or self.page_size % self.group_size:
+        if self.group_size <= 0 or self.page_size <= 0 or self.page_size % self.group_size:
             raise InvalidOption(
-                f"page_size must be a multiple of group_size ({self.group_size}), got {self.page_size}."
+                f"page_size must be a positive multiple of group_size ({self.group_size}), got {self.page_size}."
             )
 
     @property

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gemkv_compile.compat import bytes_at
-from gemkv_compile.kernels.formats import dequantise_groups, quantise_groups
+from gemkv_compile.kernels.formats import clamp_finite, dequantise_groups, quantise_groups
 from gemkv_compile.kernels.layout import SCALE_DTYPE, SCALE_PLANES, PageLayout
 
 
@@ -80,6 +80,8 @@ def gather_pages(addresses: Sequence[Sequence[int]], layout: PageLayout, device:
     Returns:
         [batch, num_kv_heads, n * groups_per_page, group_bytes] uint8.
     """
+    if not any(addresses):
+        return torch.empty(len(addresses), layout.num_kv_heads, 0, layout.group_bytes, dtype=torch.uint8, device=device)
     pages = [page_bytes(address, layout, device) for row in addresses for address in row if address]
     if len(pages) < len(addresses) * len(addresses[0]):
         shape = layout.num_kv_heads, layout.groups_per_page, layout.group_bytes
@@ -109,6 +111,9 @@ def read_groups(data: Tensor, layout: PageLayout) -> tuple[Tensor, Tensor]:
 def read_page(
     address: int, layout: PageLayout, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of a page, [num_kv_heads, page_size, head_dim] in `dtype`; groups never written hold garbage."""
+    """Keys and values of a page, [num_kv_heads, page_size, head_dim] in `dtype`; groups never written hold garbage.
+
+    Finite numbers beyond the range of `dtype` become its largest or smallest.
+    """
     k, v = read_groups(page_bytes(address, layout, device), layout)
-    return k.to(dtype), v.to(dtype)
+    return clamp_finite(k, dtype).to(dtype), clamp_finite(v, dtype).to(dtype)

@@ -22,21 +22,40 @@ A query that may attend to nothing gets a row of zeros, and the sink or -inf as 
 `version` names the pass and format version that built the graph; it is there to be part of every compile cache's key.
 
 Every operator raises ShapeMismatch, UnsupportedDtype, UnsupportedGroups, UnsupportedHeadDim or InvalidOption, as
-`gemkv_compile.kernels.validate` says, when it runs; shape functions check nothing.
+`gemkv_compile.kernels.validate` says, when it runs; shape functions check nothing. Implementations run with autocast
+off: what they compute in float32 stays float32.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from gemkv_compile.compat import autocast_off
+from gemkv_compile.kernels.dispatch import implementation
 from gemkv_compile.kernels.results import empty_results
 from gemkv_compile.kernels.validate import check_keys, check_masks, check_queries, check_scores, check_state
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _without_autocast(function: Function) -> Function:
+    """The function with autocast off: an operator is called above autocast, and runs inside it."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        with autocast_off():
+            return function(*args)
+
+    return run  # type: ignore[return-value]
+
 
 @torch.library.custom_op("gemkv::append_kv", mutates_args=("seq_lens", "tail"))
+@_without_autocast
 def append_kv(
     k: Tensor,
     v: Tensor,
@@ -53,13 +72,11 @@ def append_kv(
         k, v: New keys and values, [B, Hkv, Q, D], model dtype, any strides.
         page_size, kv_format: Layout of the pages, see `PageLayout`.
     A completed group is dropped when its page_table entry is 0, or when a later page that this call writes has its
-    column: nothing will attend to it.
+    column: nothing will attend to it. A page_table of 0 columns keeps no completed group at all, only the tail.
     """
-    from gemkv_compile.kernels.append_kv.reference import append_kv_reference
-
     layout = check_state(page_table, seq_lens, tail, page_size, kv_format)
     check_keys(k, v, tail)
-    append_kv_reference(k, v, page_table, seq_lens, tail, layout)
+    implementation("append_kv", k.device)(k, v, page_table, seq_lens, tail, layout)
 
 
 @append_kv.register_fake
@@ -68,6 +85,7 @@ def _(k, v, page_table, seq_lens, tail, page_size, kv_format, version):
 
 
 @torch.library.custom_op("gemkv::attend_pages", mutates_args=())
+@_without_autocast
 def attend_pages(
     q: Tensor,
     page_table: Tensor,
@@ -95,13 +113,11 @@ def attend_pages(
         NotImplementedError: a gradient is asked for.
     Source: paged attention, arXiv:2309.06180.
     """
-    from gemkv_compile.kernels.attend_pages.reference import attend_pages_reference
-
     layout = check_state(page_table, seq_lens, tail, page_size, kv_format)
     check_queries(q, 1, tail, starts, sinks)
     check_masks(q, padding, mask)
     check_scores(softcap, window)
-    return attend_pages_reference(
+    return implementation("attend_pages", q.device)(
         q, page_table, seq_lens, starts, tail, padding, mask, sinks, scale, softcap, window, layout
     )
 
@@ -112,6 +128,7 @@ def _(q, *args):
 
 
 @torch.library.custom_op("gemkv::attend_chunk", mutates_args=())
+@_without_autocast
 def attend_chunk(
     q: Tensor,
     k: Tensor,
@@ -143,14 +160,12 @@ def attend_chunk(
         natural logarithm of the sum of exponentials.
     Differentiable in q, k and v; the past is constant, and its pages must still be there in the backward pass.
     """
-    from gemkv_compile.kernels.attend_chunk.reference import attend_chunk_reference
-
     layout = check_state(page_table, seq_lens, tail, page_size, kv_format)
     check_keys(k, v, tail)
     check_queries(q, k.shape[2], tail, starts, sinks)
     check_masks(q, padding, mask)
     check_scores(softcap, window)
-    return attend_chunk_reference(
+    return implementation("attend_chunk", q.device)(
         q, k, v, page_table, seq_lens, starts, tail, padding, mask, sinks, scale, softcap, causal, window, layout
     )
 
@@ -161,6 +176,7 @@ def _(q, *args):
 
 
 @torch.library.custom_op("gemkv::attend_chunk_backward", mutates_args=())
+@_without_autocast
 def attend_chunk_backward(
     grad_out: Tensor,
     grad_lse: Tensor,

@@ -23,9 +23,9 @@ class OnlineSoftmax:
     def __init__(self, shape: tuple[int, ...], device: torch.device, sinks: Tensor | None) -> None:
         rows = shape[:-1]
         # The peak is finite even before the first key: -inf - -inf is NaN.
-        self.peak = torch.full(rows, LOWEST, device=device)
-        self.total = torch.zeros(rows, device=device)
-        self.weighted = torch.zeros(shape, device=device)
+        self.peak = torch.full(rows, LOWEST, dtype=torch.float32, device=device)
+        self.total = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.weighted = torch.zeros(shape, dtype=torch.float32, device=device)
         if sinks is not None:
             self.peak.copy_(sinks.view(1, *rows[1:3], 1)).clamp_(min=LOWEST)
             self.total += (sinks.view(1, *rows[1:3], 1) != NEVER).to(torch.float32)

@@ -138,6 +138,7 @@ MISTAKES = [
     ({"drop": "attention_mass"}, "drop='attention_mass' is not in this version"),
     ({"shadow": 3}, "shadow=3 is not in this version; leave it at 0"),
     ({"inner": 7}, "inner must be one of .* got 7"),
+    ({"inner": ""}, "inner must be one of .* got ''"),
 ]
 
 
@@ -148,6 +149,18 @@ def test_mistakes_in_options(options, message):
         gemkv_compile.compile(sdpa, **options)
     with pytest.raises(Exception, match=message):
         torch.compile(sdpa, backend="gemkv", options=options)(*inputs())
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({1: 2}, "gemkv has no option 1. Options are: kv_format"),
+        (["strict"], r"options must be a dict .* \['strict'\]"),
+    ],
+)
+def test_options_that_are_no_mapping_of_names(options, message):
+    with pytest.raises(InvalidOption, match=message):
+        Options.from_mapping(options)
 
 
 def test_unknown_inner_compiler():

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemkv_compile.errors import InvalidOption, ShapeMismatch, UnsupportedDtype, UnsupportedHeadDim
+from gemkv_compile.kernels.layout import PageLayout
 from gemkv_compile.kernels.memory import gather_pages, group_views, pack_groups, read_groups, read_page, write_groups
 from gemkv_compile.kernels.validate import check_state
 
@@ -191,6 +192,18 @@ def test_a_column_taken_by_a_later_page_is_not_written_by_an_older_one():
     assert (ring.page(0, 0)[:, 0] != 0xFF).any()
 
 
+def test_numbers_next_to_the_end_of_float16_stay_finite():
+    """Half a scale more than the largest float16 is no float16; infinities and NaNs stay what they are."""
+    cache = cases.PagedCache(1, 1, 16, 64, 64, "int8", torch.float16)
+    k = torch.full((1, 1, 64, 16), 65504.0, dtype=torch.float16)
+    k[:, :, 0], k[..., 3, 1], k[..., 3, 2] = -65504.0, float("inf"), float("nan")
+    cache.append(k, k)
+    for rows in read_page(int(cache.page_table[0, 0]), cache.layout, CPU, torch.float16):
+        assert not rows[..., 1:3].isfinite().any()
+        assert rows[..., 3:].isfinite().all() and rows[..., 0].isfinite().all()
+        torch.testing.assert_close(rows[..., 3:].float(), k[0, ..., 3:].float(), rtol=0, atol=260)
+
+
 @formats
 def test_pages_read_back(kv_format, dtype):
     cache = cases.PagedCache(1, 2, 32, 128, 32, kv_format, dtype).fill([256])
@@ -240,7 +253,11 @@ def test_views_share_the_page_memory():
         (lambda c, k: {"page_table": c.page_table[:1]}, ShapeMismatch, "page_table must be"),
         (lambda c, k: {"seq_lens": c.seq_lens.long()}, ShapeMismatch, r"seq_lens must be torch.int32 \[2\] on cpu"),
         (lambda c, k: {"seq_lens": c.seq_lens[:1]}, ShapeMismatch, "seq_lens must be"),
-        (lambda c, k: {"page_size": 100}, InvalidOption, r"page_size must be a multiple of group_size \(64\), got 100"),
+        (
+            lambda c, k: {"page_size": 100},
+            InvalidOption,
+            r"page_size must be a positive multiple of group_size \(64\), got 100",
+        ),
         (lambda c, k: {"kv_format": "int3"}, InvalidOption, "kv_format must be one of int8, model, got 'int3'"),
     ],
 )
@@ -252,6 +269,19 @@ def test_errors(changes, error, message):
     with pytest.raises(error, match=message):
         torch.ops.gemkv.append_kv(**args | changes(cache, k))
     assert cache.seq_lens.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("page_size", [0, -64, -128])
+def test_a_page_holds_at_least_one_group(page_size):
+    with pytest.raises(
+        InvalidOption, match=rf"page_size must be a positive multiple of group_size \(64\), got {page_size}"
+    ):
+        PageLayout(1, 16, page_size, 64, "int8", torch.float32)
+
+
+def test_gathering_for_an_empty_batch():
+    layout = cases.PagedCache(0, 2, 16).layout
+    assert gather_pages([], layout, CPU).shape == (0, 2, 0, layout.group_bytes)
 
 
 def test_error_for_another_device():

@@ -169,6 +169,39 @@ def test_append_leaves_the_cache_out_of_autograd():
     assert cache.seq_lens.tolist() == [110, 60]
 
 
+def everything(cache, q, k, v):
+    """All results of a chunk with its gradients, the bytes that append_kv writes, and a step after it."""
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = ops.attend_chunk(*chunk_args(cache, *inputs))
+    grads = torch.autograd.grad(out.square().sum(), inputs)
+    with torch.no_grad():
+        ops.append_kv(k, v, *cache.state, *cache.format_args)
+        return [out, lse, *grads, *snapshot(cache), *ops.attend_pages(*pages_args(cache, q[:, :, -1:]))]
+
+
+def assert_equal_bits(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kv_format", ["int8", "model"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_changes_nothing_inside_an_operator(kv_format, dtype):
+    expected = everything(cache_of(kv_format), *chunk(70))
+    with torch.autocast("cpu", dtype):
+        assert_equal_bits(everything(cache_of(kv_format), *chunk(70)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_default_dtype_changes_nothing_inside_an_operator(dtype):
+    caches, new, before = [cache_of() for _ in range(2)], chunk(70), torch.get_default_dtype()
+    expected = everything(caches[0], *new)
+    torch.set_default_dtype(dtype)
+    try:
+        assert_equal_bits(everything(caches[1], *new), expected)
+    finally:
+        torch.set_default_dtype(before)
+
+
 @pytest.fixture
 def uncached():
     """Compile anew: a cached graph may come from an earlier state of the operators under the same version string."""

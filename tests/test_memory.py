@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tiny_models import VOCAB, prompt
-from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import DynamicCache, EncoderDecoderCache, Gemma3ForCausalLM, Gemma3TextConfig
 
 import gemkv_compile
 from gemkv_compile.runtime.ledger import kv_memory, trim
@@ -94,3 +94,58 @@ def test_growth_is_counted_per_sequence_and_shared_pages_once():
         four = kv_memory(cache)
     assert [layer.pages for layer in four.layers] == [layer.pages for layer in one.layers]
     assert all(f.tail == 4 * o.tail for f, o in zip(four.layers, one.layers, strict=True))
+
+
+def rows(tokens=10):
+    return torch.ones(1, 2, tokens, 16)
+
+
+def dense_cache():
+    cache = DynamicCache()
+    cache.update(rows(), rows(), 0)
+    return cache
+
+
+def hybrid_cache():
+    """Layers with keys, layers with another state, and layers with none."""
+    names = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
+    config = Gemma3TextConfig(num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2, head_dim=16)
+    config.layer_types = names
+    cache = DynamicCache(config=config)
+    cache.update(rows(), rows(), 0)
+    cache.layers[1].update_recurrent_state(rows())
+    return cache
+
+
+BYTES = rows().numel() * 4
+CACHES = {
+    "cache": (dense_cache, 2),
+    "cache in a list": (lambda: [dense_cache()], 2),
+    "cache in a dict": (lambda: {"past": (dense_cache(), None)}, 2),
+    "encoder and decoder": (lambda: EncoderDecoderCache(dense_cache(), dense_cache()), 4),
+    "before the first call": (DynamicCache, 0),
+    "hybrid": (hybrid_cache, 3),
+    "one tensor twice": (lambda: [rows()] * 2, 1),
+    "two views of one tensor": (lambda: rows(20).split(10, 2), 2),
+    "overlapping views": (lambda: (lambda x: [x, x[:, :, 2:], x[:, :, 4:]])(rows()), 1),
+    "nothing": (lambda: None, 0),
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_dense_bytes_of_all_kinds_of_caches(name):
+    make, count = CACHES[name]
+    assert kv_memory(make()).total == count * BYTES
+
+
+@pytest.mark.parametrize("wrong", ["abc", 3, [rows(), object()]])
+def test_what_is_no_cache_is_named(wrong):
+    with pytest.raises(TypeError, match=r"it met a (str|int|object)\. Pass the cache itself"):
+        kv_memory(wrong)
+
+
+def test_handles_in_a_nested_cache_are_counted():
+    model = gemkv_compile.compile(gemma3_270m_shaped(), kv_format="int8", strict=True)
+    with torch.no_grad():
+        cache = model(prompt(1, 100)).past_key_values
+    assert kv_memory({"past": [cache]}).total == kv_memory(cache).total > 0

@@ -1,6 +1,8 @@
 """Page tables: transactions, forks, windows, exact bytes, and a state machine over all of them."""
 
+import copy
 import gc
+import threading
 
 import pytest
 import torch
@@ -8,13 +10,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from paged_tables import CPU, dense_rows, layout_of, table_of
+from tiny_models import prompt, tuple_model
 
-from gemkv_compile.errors import CacheMismatch, PoolExhausted, ReleasedHandle
+import gemkv_compile
+from gemkv_compile.errors import CacheMismatch, GemkvError, PoolExhausted, ReleasedHandle
 from gemkv_compile.kernels import ops
 from gemkv_compile.runtime.handle import KEYS, VALUES, make_handle
 from gemkv_compile.runtime.importing import continue_past, import_dense
 from gemkv_compile.runtime.page_table import PageTable
 from gemkv_compile.runtime.pool import PagePool
+from gemkv_compile.runtime.reservation import Reservation
 
 
 def append(table, keys, values, keep=None, start=0):
@@ -184,6 +189,230 @@ def test_long_chunk_after_a_window_spares_the_pages_still_in_sight():
     torch.testing.assert_close(old[0].materialise(), keys[:, :, 101:200], rtol=0, atol=0)
     new = handles(table, 3000 - keep)
     torch.testing.assert_close(new[1].materialise(), values[:, :, -keep:], rtol=0, atol=0)
+
+
+def test_a_released_table_is_neither_continued_nor_appended_to():
+    table = table_of(1, 300)
+    pair = handles(table)
+    pair[0].release()
+    assert table.page_table.count_nonzero() == 0 and table.pool.stats().pages == 0
+    with pytest.raises(ReleasedHandle):
+        continue_past(table.pool, 1, *pair, 2)
+    with pytest.raises(ReleasedHandle):
+        append(table, *dense_rows(1, 64))
+    assert table.pool.stats().pages == 0
+
+
+def fails_once(monkeypatch, owner, name):
+    """Let a piece of device work fail the next time, as for lack of memory."""
+    works = getattr(owner, name)
+
+    def fail(*_):
+        monkeypatch.setattr(owner, name, works)
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(owner, name, fail)
+
+
+@pytest.mark.parametrize(
+    "owner, work", [(PageTable, "write_entries"), (PageTable, "copy_pages"), (torch.Tensor, "clone")]
+)
+def test_failure_inside_begin_leaves_the_table_as_it_was(monkeypatch, owner, work):
+    pool, (keys, values) = PagePool(layout_of(), CPU), dense_rows(2, 300)
+    table = import_dense(pool, keys[:, :, :100], values[:, :, :100])
+    other = table.fork(0, 100)
+    pages, entries = copy.deepcopy(table.pages), table.page_table.clone()
+    fails_once(monkeypatch, owner, work)
+    with pytest.raises(torch.OutOfMemoryError):
+        table.begin(200, None)
+    assert not table.is_appending and pool.stats().pages == 2
+    assert table.pages == pages and torch.equal(table.page_table, entries)
+    append(table, keys[:, :, 100:], values[:, :, 100:])
+    assert_rows(table, 0, 300, keys, values)
+    assert_rows(other, 0, 100, keys[:, :, :100], values[:, :, :100])
+    del table
+    assert pool.stats().pages == 2
+    del other
+    assert pool.stats().pages == 0
+
+
+def test_a_table_that_cannot_be_undone_is_released(monkeypatch):
+    table = table_of(1, 100)
+    table.begin(100, None)
+    fails_once(monkeypatch, PageTable, "write_entries")
+    with pytest.raises(torch.OutOfMemoryError):
+        table.abort()
+    assert table.released and table.pool.stats().pages == 1
+    with pytest.raises(ReleasedHandle):
+        table.read(0, 100)
+
+
+def test_a_failing_call_lets_go_of_all_its_caches(monkeypatch):
+    """Undoing the first cache fails too; the second one is as it was, and free for other threads."""
+    model = gemkv_compile.compile(tuple_model(), kv_format="model")
+    with torch.no_grad():
+        _, pasts = model(prompt(1, 100))
+        model(prompt(1, 60), pasts)  # compiled by now
+        _, pasts = model(prompt(1, 100))
+    first, second = (pair[0].table for pair in pasts)
+    fails_once(monkeypatch, Reservation, "undo")
+    fails_once(monkeypatch, PageTable, "commit")
+    with pytest.raises(torch.OutOfMemoryError), torch.no_grad():
+        model(prompt(1, 60), pasts)
+    assert first.released and not second.is_appending and (second.length, second.seq_lens.tolist()) == (100, [100])
+    assert all(in_thread(lambda table=table: table._lock.acquire(blocking=False)) for table in (first, second))
+
+
+def in_thread(function):
+    """What a function returns in a thread of its own."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
+    thread.start()
+    thread.join(60)
+    return results[0]
+
+
+def test_an_append_under_way_is_not_begun_again():
+    table = table_of(1, 100)
+    table.begin(60, None)
+    with pytest.raises(GemkvError, match="append under way: commit or abort"):
+        table.begin(60, None)
+    table.commit(60)
+    assert table.length == 160
+
+
+def half_appended(tokens=60):
+    """A table, a pair of handles, and the dense rows; an operator has written `tokens` more that do not count yet."""
+    keys, values = dense_rows(1, 100 + tokens)
+    table = import_dense(PagePool(layout_of(), CPU), keys[:, :, :100], values[:, :, :100])
+    pair = handles(table)
+    table.claim()
+    table.begin(tokens, None)
+    state = table.page_table, table.seq_lens, table.tail
+    ops.append_kv(keys[:, :, 100:], values[:, :, 100:], *state, 128, "model", "test")
+    return table, pair, keys, values
+
+
+def test_rows_are_right_while_an_append_is_under_way():
+    table, pair, keys, values = half_appended()
+    fork, _ = continue_past(table.pool, 1, *pair, 2)
+    assert fork is not table
+    for rows in (table, fork):
+        assert_rows(rows, 0, 100, keys[:, :, :100], values[:, :, :100])
+    table.commit(60)
+    table.end()
+    assert_rows(table, 0, 160, keys, values)
+
+
+@pytest.mark.parametrize("completes", [True, False])
+def test_another_thread_waits_for_an_append_and_then_forks(completes):
+    table, pair, keys, values = half_appended()
+    results = []
+
+    def work():
+        other, _ = continue_past(table.pool, 1, *pair, 2)
+        append(other, -keys[:, :, 100:], -values[:, :, 100:])
+        other.end()
+        results.extend([other, pair[0].materialise(), pair[0].clone()])
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive() and not results
+    if completes:
+        table.commit(60)
+    table.end()
+    thread.join(60)
+    assert (results[0] is table) != completes
+    assert_rows(results[0], 100, 160, -keys[:, :, 100:], -values[:, :, 100:])
+    torch.testing.assert_close(results[1], keys[:, :, :100], rtol=0, atol=0)
+    if completes:
+        assert_rows(table, 0, 160, keys, values)
+
+
+def test_releasing_waits_for_nobody():
+    """A finaliser may release a cache while another thread appends to it: the pages return when that ends."""
+    table, _, *_ = half_appended()
+    thread = threading.Thread(target=table.release, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive() and table.released and table.pool.stats().pages == 1
+    table.commit(60)
+    table.end()
+    assert table.pool.stats().pages == 0
+
+
+def test_batch_of_no_sequences():
+    keys, values = dense_rows(0, 200)
+    table = import_dense(PagePool(layout_of(), CPU), keys, values)
+    assert [x.shape for x in table.read(10, 200)] == [(0, 2, 190, 16)] * 2
+    assert continue_past(table.pool, 0, keys, values, 2)[0].length == 200
+    fork = table_of(2, 200).fork(0, 200, [])
+    append(fork, *dense_rows(0, 100))
+    assert fork.read(0, 300)[0].shape == (0, 2, 300, 16)
+
+
+def test_a_cache_before_its_first_call_may_hold_any_empty_tensor():
+    pool = PagePool(layout_of(), CPU)
+    assert continue_past(pool, 2, torch.tensor([]), torch.tensor([]), 2)[0].length == 0
+
+
+def test_dead_handles_are_forgotten():
+    table = table_of(1, 10)
+    for _ in range(100):
+        make_handle(table, KEYS, 0, 10)
+    assert len(table._handles) == 0
+
+
+def test_an_edited_handle_lets_go_of_the_pages_it_stood_for():
+    table = table_of(1, 300)
+    edited, _kept = handles(table)[0], handles(table, 280)
+    edited.mul_(2)
+    table.release_unreachable()
+    assert not table.pages
+    torch.testing.assert_close(edited.materialise(), 2 * dense_rows(1, 300)[0])
+
+
+def test_rows_are_rounded_once_when_their_group_completes():
+    keys, values = dense_rows(1, 200)
+    table = import_dense(PagePool(layout_of("int8"), CPU), keys[:, :, :63], values[:, :, :63])
+    handle = handles(table)[0]
+    torch.testing.assert_close(handle.materialise(), keys[:, :, :63], rtol=0, atol=0)
+    append(table, keys[:, :, 63:64], values[:, :, 63:64])
+    rounded, half_a_scale = handle.materialise(), (keys.amax() - keys.amin()).item() / 254 / 2
+    assert not torch.equal(rounded, keys[:, :, :63])
+    torch.testing.assert_close(rounded, keys[:, :, :63], rtol=0, atol=half_a_scale * 1.01)
+    append(table, keys[:, :, 64:], values[:, :, 64:])
+    torch.testing.assert_close(handle.materialise(), rounded, rtol=0, atol=0)
+
+
+def test_reading_does_not_overflow_float16():
+    rows = torch.full((1, 2, 64, 16), 65504.0, dtype=torch.float16)
+    rows[:, :, 0] = -65504.0
+    table = import_dense(PagePool(layout_of("int8", dtype=torch.float16), CPU), rows, rows)
+    assert table.read(0, 64)[0].isfinite().all()
+
+
+def test_reading_under_autocast():
+    table = table_of(1, 130, "int8")
+    expected = table.read(0, 130)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_rows(table, 0, 130, *expected)
+        assert_rows(table.fork(0, 130), 0, 130, *expected)
+
+
+def test_a_selection_that_has_moved_on_is_selected_again():
+    pool = PagePool(layout_of(page_size=64), CPU)
+    base = handles(table_of(1, 200, pool=pool), 100)
+    expected = dense_rows(1, 200)[0][:, :, 100:].repeat_interleave(2, 0)
+    first = [handle.repeat_interleave(2, dim=0) for handle in base]
+    table = first[0].table
+    for _ in range(130):  # a window moves over all rows of the first selection, and their pages are given back
+        append(table, *dense_rows(2, 1), 50, first[0].start)
+        first = handles(table, table.length - 50)
+    again = [handle.repeat_interleave(2, dim=0) for handle in base]
+    assert again[0].table is again[1].table is not table
+    torch.testing.assert_close(again[0].materialise(), expected, rtol=0, atol=0)
 
 
 class TableMachine(RuleBasedStateMachine):

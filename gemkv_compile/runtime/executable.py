@@ -24,6 +24,7 @@ from gemkv_compile.runtime.handle import PagedKVTensor, make_handle
 from gemkv_compile.runtime.importing import continue_past
 from gemkv_compile.runtime.page_table import PageTable
 from gemkv_compile.runtime.pool import pools
+from gemkv_compile.runtime.reservation import HeldPages
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,13 @@ class Executable:
         self._is_fresh = True
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
+        edited = {i: args[i].materialise() for i in self._plan.written if isinstance(args[i], PagedKVTensor)}
+        results = self._call([edited.get(i, arg) for i, arg in enumerate(args)] if edited else args)
+        for index, dense in edited.items():  # what the graph did in place to a handle that is no past of its own
+            args[index].copy_(dense)
+        return results
+
+    def _call(self, args: Sequence[Any]) -> tuple[Any, ...]:
         plan = self._plan
         if self._is_fresh:
             self._is_fresh = False
@@ -58,17 +66,18 @@ class Executable:
             for table_plan, pool, (batch, num_tokens) in zip(plan.tables, self._pools, sizes, strict=True):
                 past = [_at(args, table_plan.past_keys), _at(args, table_plan.past_values)]
                 table, start = continue_past(pool, batch, past[0], past[1], table_plan.seq_dim)
+                tables.append(table)  # claimed for this call
+                starts.append(start)
                 if not _prepare(table, start, table_plan):
                     return self._run_original(args)
                 table.begin(num_tokens, table_plan.keep, start)
-                tables.append(table)
-                starts.append(start)
             outputs = self._inner(*self._inputs(args, tables, starts, sizes))
+            if torch.is_grad_enabled():
+                _hold_pages(outputs, tables)
             for table, (_, num_tokens) in zip(tables, sizes, strict=True):
                 table.commit(num_tokens)
         finally:
-            for table in tables:
-                table.abort()
+            _end(tables)
         return self._wrap(args, outputs, tables, starts)
 
     def _inputs(
@@ -93,8 +102,6 @@ class Executable:
             for output in table_plan.outputs:
                 first = start if output.keep is None else max(start, table.length - output.keep)
                 results[output.index] = make_handle(table, output.role, first, table.length, table_plan.seq_dim)
-        if torch.is_grad_enabled():
-            _keep_alive(results, args)
         return tuple(results)
 
     def _run_original(self, args: Sequence[Any]) -> tuple[Any, ...]:
@@ -116,7 +123,7 @@ def _forget_trace(args: Sequence[Any]) -> None:
 def _prepare(table: PageTable, start: int, plan: TablePlan) -> bool:
     """Make the table show exactly the rows from `start` on; False if the rewritten graph would miss some."""
     lowest = 0 if plan.window is None else max(0, table.length + 1 - plan.window)
-    if start < lowest and plan.exact_rows:
+    if plan.exact_rows is not None and start < table.length + 1 - plan.exact_rows:
         return False
     if start > lowest or table.base > lowest:
         table.expose_from(start)
@@ -132,12 +139,23 @@ def _align(plan: PaddingPlan, args: Sequence[Any], start: int, batch: int) -> to
     return source[:, max(0, -shift) :].expand(batch, -1)
 
 
-def _keep_alive(results: Sequence[Any], args: Sequence[Any]) -> None:
-    """Tie the handles that a backward pass reads pages of to the autograd graph."""
-    handles = [arg for arg in args if isinstance(arg, PagedKVTensor)]
-    for result in results:
-        if isinstance(result, torch.Tensor) and result.grad_fn is not None:
-            result.grad_fn.metadata["gemkv_past"] = handles
+def _end(tables: Sequence[PageTable]) -> None:
+    """End the claims of a call; one table's failure does not keep the others from being as they were."""
+    for i, table in enumerate(tables):
+        try:
+            table.end()
+        except BaseException:
+            _end(tables[i + 1 :])
+            raise
+
+
+def _hold_pages(outputs: Sequence[Any], tables: Sequence[PageTable]) -> None:
+    """Tie the pages that a backward pass reads to the autograd graph: they are those of this very moment."""
+    nodes = [output.grad_fn for output in outputs if isinstance(output, torch.Tensor) and output.grad_fn is not None]
+    held = HeldPages(tables) if nodes else None
+    for node in nodes:
+        metadata: Any = node.metadata
+        metadata.setdefault("gemkv_pages", []).append(held)
 
 
 def _result(source: Computed | Passed | Sized | None, args: Sequence[Any], outputs: Sequence[Any]) -> Any:

@@ -23,8 +23,20 @@ class PagedKVTensor(torch.Tensor):
     Shape [batch, num_kv_heads, length - start, head_dim] (sequence dimension 2) or
     [batch, length - start, num_kv_heads, head_dim] (sequence dimension 1); dtype and device of the model.
     A handle is a value: rows are appended to its table but never changed, so copies share pages. Compiled calls read
-    the pages; any other operation computes on a dense copy in the model's precision (for quantised formats: of the
-    quantised values), right but slower. Operations that change the handle in place give it a table of its own.
+    the pages; any other operation computes on a dense copy in the model's precision, right but slower.
+
+    In a quantised format the tokens of the newest, incomplete group are kept in the model's precision, and a group is
+    rounded once, when its last token comes. From then on every handle of the table shows the rounded rows, those made
+    before too: the same tokens, at most half a scale away from what it showed. Only a crop or an older handle that is
+    continued inside a complete group has rows rounded again, with the neighbours that they get.
+
+    An operation that changes the handle itself gives it a table of its own: `h[...] = x`, `h.op_()`, `op(h,
+    inplace=True)`, `out=h`. What an operation returns is no view of the handle: after `h[:, :, 3:5].zero_()` or
+    `h.transpose(1, 2).mul_(2)` the handle is what it was, since a slice is a copy.
+
+    It has no memory that another tensor could take over, and torch does not ask a handle before it tries: never write
+    `tensor.data = handle` on a plain tensor or parameter, which leaves it without memory and crashes the process at its
+    next use. `tensor.data = handle.materialise()` is right, and `handle.data = tensor` is too.
 
     Raises:
         ReleasedHandle: the rows were given back with `release`.
@@ -129,6 +141,10 @@ class PagedKVTensor(torch.Tensor):
         raise GemkvError("A PagedKVTensor has no storage: its values are quantised pages. Use handle.materialise().")
 
     data_ptr = share_memory_ = set_ = _no_storage
+
+    def detach_(self) -> PagedKVTensor:
+        """The handle itself: it is outside autograd."""
+        return self
 
     def requires_grad_(self, requires_grad: bool = True) -> PagedKVTensor:
         """Cached keys and values never require grad."""

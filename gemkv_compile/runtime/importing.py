@@ -51,22 +51,49 @@ def continue_past(
     """A table whose rows [start, table.length) are the given past, free to be appended to, and that start.
 
     A pair of handles of one table that nothing has continued is that table; an older pair is a fork of it; dense
-    tensors, and handles that do not belong together, are imported.
+    tensors, and handles that do not belong together, are imported. The table is claimed, which lasts until `end`.
+
+    Raises:
+        CacheMismatch: the past is not one of `batch` sequences that fit the pool.
+        ReleasedHandle: the past was released.
     """
-    if past_keys is None or past_values is None or past_keys.numel() + past_values.numel() == 0:
+    table, start = _find_table(pool, batch, past_keys, past_values, seq_dim)
+    length = past_keys.length if isinstance(past_keys, PagedKVTensor) and past_keys.table is table else table.length
+    table.claim()
+    if length == table.length and not table.is_appending and not table.released:
+        return table, start
+    try:
+        fork = table.fork(start, length)
+    finally:
+        table.unclaim()
+    fork.claim()
+    return fork, start
+
+
+def _find_table(
+    pool: PagePool, batch: int, past_keys: torch.Tensor | None, past_values: torch.Tensor | None, seq_dim: int
+) -> tuple[PageTable, int]:
+    """The table that the given past is in, or a new one with its rows, and the past's first row there."""
+    if past_keys is None or past_values is None or (_is_empty(past_keys, seq_dim) and _is_empty(past_values, seq_dim)):
         return PageTable(pool, batch), 0
-    if past_keys.shape[0] != batch:
+    past_batch = past_keys.table.batch if isinstance(past_keys, PagedKVTensor) else past_keys.shape[0]
+    if past_batch != batch:
         raise CacheMismatch(
-            f"The past has batch size {past_keys.shape[0]}, the new keys {batch}. Select the cache's sequences first."
+            f"The past has batch size {past_batch}, the new keys {batch}. Select the cache's sequences first."
         )
     table = _common_table(past_keys, past_values, seq_dim)
     if table is None or table.pool is not pool:
         dense = [past.materialise() if isinstance(past, PagedKVTensor) else past for past in (past_keys, past_values)]
         return import_dense(pool, dense[0], dense[1], seq_dim), 0
     assert isinstance(past_keys, PagedKVTensor)
-    if past_keys.length != table.length or table.is_appending:
-        table = table.fork(past_keys.start, past_keys.length)
     return table, past_keys.start
+
+
+def _is_empty(past: torch.Tensor, seq_dim: int) -> bool:
+    """Whether a past has no tokens: a cache before its first call may hold an empty tensor of any shape."""
+    if isinstance(past, PagedKVTensor):
+        return past.length == past.start
+    return past.numel() == 0 and (past.dim() != 4 or past.shape[seq_dim] == 0)
 
 
 def _common_table(keys: torch.Tensor, values: torch.Tensor, seq_dim: int) -> PageTable | None:

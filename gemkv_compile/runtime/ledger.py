@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from gemkv_compile.runtime.handle import PagedKVTensor
 from gemkv_compile.runtime.page_table import PageTable
 from gemkv_compile.runtime.pool import PoolStats, pools
+
+PARTS = ("layers", "self_attention_cache", "cross_attention_cache")  # of a cache, as Transformers names them
+STATES = ("keys", "values", "conv_states", "recurrent_states")  # of a layer
 
 
 @dataclass(frozen=True)
@@ -56,17 +58,16 @@ def kv_memory(cache: Any) -> Ledger:
     """Count the bytes of a cache.
 
     Args:
-        cache: A Transformers cache, or any nesting of lists, tuples and dicts of keys and values.
+        cache: A Transformers cache, or any nesting of lists, tuples and dicts of caches, keys and values.
+    Raises:
+        TypeError: something in it is neither a tensor nor a cache.
+    Dense tensors that share memory are counted once.
     """
-    tables: dict[int, PageTable] = {}
-    dense = 0
-    for leaf in _tensors(cache):
-        if isinstance(leaf, PagedKVTensor):
-            tables.setdefault(id(leaf.table), leaf.table)
-        else:
-            dense += leaf.numel() * leaf.element_size()
+    leaves = list(_tensors(cache))
+    tables = {id(leaf.table): leaf.table for leaf in leaves if isinstance(leaf, PagedKVTensor)}
     counted: set[int] = set()
     layers = tuple(_measure(table, counted) for table in tables.values())
+    dense = _dense_bytes([leaf for leaf in leaves if not isinstance(leaf, PagedKVTensor)])
     return Ledger(layers, dense, tuple(pools.stats()))
 
 
@@ -76,14 +77,42 @@ def trim() -> int:
 
 
 def _tensors(cache: Any) -> Iterator[torch.Tensor]:
-    layers = getattr(cache, "layers", None)
-    tree = [[layer.keys, layer.values] for layer in layers] if layers is not None else cache
-    yield from (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    """Every tensor of keys, values or other state in a cache."""
+    if cache is None:
+        return
+    if isinstance(cache, torch.Tensor):
+        yield cache
+        return
+    parts: Any = [getattr(cache, name) for name in PARTS + STATES if hasattr(cache, name)]
+    if isinstance(cache, Mapping):
+        parts = cache.values()
+    elif isinstance(cache, (list, tuple)):
+        parts = cache
+    elif not parts and not hasattr(cache, "is_initialized"):  # a layer without state of its own has that
+        raise TypeError(
+            "kv_memory takes a Transformers cache, or lists, tuples and dicts of caches and tensors; "
+            f"it met a {type(cache).__name__}. Pass the cache itself, for example output.past_key_values."
+        )
+    for part in parts:
+        yield from _tensors(part)
+
+
+def _dense_bytes(tensors: list[torch.Tensor]) -> int:
+    """Bytes of dense tensors: a storage counts for no more than it has, however many views of it there are."""
+    views: dict[tuple[Any, ...], tuple[int, int]] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        where = (tensor.device, storage.data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        views[where] = (tensor.numel() * tensor.element_size(), storage.nbytes())
+    storages: dict[tuple[Any, ...], int] = {}
+    for where, (own, most) in views.items():
+        storages[where[:2]] = min(storages.get(where[:2], 0) + own, most)
+    return sum(storages.values())
 
 
 def _measure(table: PageTable, counted: set[int]) -> LayerMemory:
     layout = table.pool.layout
-    own = {address for addresses in table.pages.values() for address in addresses} - counted
+    own = {address for addresses in list(table.pages.values()) for address in addresses} - counted
     counted |= own
     tables = (table.page_table, table.seq_lens, table.starts)
     codes = 2 * layout.num_kv_heads * layout.page_size * layout.head_dim * layout.element_dtype.itemsize

@@ -1,7 +1,4 @@
-"""A cache in raw memory with its own record of every token, and a dense float64 attention to compare with.
-
-Test files load this file with `runpy`: nothing else in the repository imports it.
-"""
+"""A cache in raw memory with its own record of every token, and a dense float64 attention to compare with."""
 
 import math
 import zlib
@@ -12,6 +9,7 @@ import torch
 
 from gemkv_compile.kernels import ops
 from gemkv_compile.kernels.layout import PageLayout
+from gemkv_compile.kernels.memory import read_groups
 
 VERSION = "test"
 
@@ -69,17 +67,18 @@ class PagedCache:
 
     def __init__(
         self, batch=1, heads=1, head_dim=16, page_size=64, group_size=64, kv_format="int8", dtype=torch.float32,
-        max_pages=4, shuffle=0, holes=(),
+        max_pages=4, shuffle=0, holes=(), device="cpu",
     ):  # fmt: skip
         self.layout = PageLayout(heads, head_dim, page_size, group_size, kv_format, dtype)
-        self.memory = torch.full((batch * max_pages + 1, self.layout.page_bytes), 0xFF, dtype=torch.uint8)
+        pages = batch * max_pages + 1
+        self.memory = torch.full((pages, self.layout.page_bytes), 0xFF, dtype=torch.uint8, device=device)
         order = torch.randperm(batch * max_pages, generator=generator("pages", shuffle))
-        self.page_table = (self.memory.data_ptr() + order * self.layout.page_bytes).view(batch, max_pages)
+        self.page_table = (self.memory.data_ptr() + order * self.layout.page_bytes).view(batch, max_pages).to(device)
         for row, column in holes:
             self.page_table[row, column] = 0
-        self.seq_lens = torch.zeros(batch, dtype=torch.int32)
-        self.starts = torch.zeros(batch, dtype=torch.int32)
-        self.tail = torch.full((batch, 2, heads, group_size, head_dim), math.nan, dtype=dtype)
+        self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.starts = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.tail = torch.full((batch, 2, heads, group_size, head_dim), math.nan, dtype=dtype, device=device)
         self.history = [torch.empty(2, heads, 0, head_dim, dtype=dtype) for _ in range(batch)]
 
     @property
@@ -122,6 +121,10 @@ class PagedCache:
         max_pages = self.page_table.shape[1]
         number = (int(self.page_table[row, page % max_pages]) - self.memory.data_ptr()) // self.layout.page_bytes
         return self.memory[number].view(self.layout.num_kv_heads, -1, self.layout.group_bytes)
+
+    def stored(self, row, page=0):
+        """Keys and values as the page has them, [2, heads, page_size, head_dim] float32."""
+        return torch.stack(read_groups(self.page(row, page), self.layout))
 
 
 def dense_attention(

@@ -1,0 +1,132 @@
+"""The state of one layer's cache: tensors that the operators work on, and what the host knows of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gemkv_compile.compat import bytes_at
+from gemkv_compile.errors import ReleasedHandle
+from gemkv_compile.kernels.formats import clamp_finite
+from gemkv_compile.kernels.layout import FIRST_MAX_PAGES
+from gemkv_compile.kernels.memory import gather_pages, read_groups
+from gemkv_compile.runtime.pool import PagePool
+
+
+class PageState:
+    """Pages, tail and tables of `batch` sequences of `length` tokens each, and reading and writing them.
+
+    Device state, read and written by the operators (shapes and meaning: `gemkv_compile.kernels.ops`):
+    page_table [batch, max_pages] int64, seq_lens [batch] int32, starts [batch] int32, tail [batch, 2, Hkv, G, D].
+    Host state: `length`; `base`, the mirror of `starts`; `pages`, page index -> one address per sequence, in order.
+    """
+
+    def __init__(self, pool: PagePool, batch: int) -> None:
+        layout, device = pool.layout, pool.device
+        self.pool = pool
+        self.batch = batch
+        self.length = 0
+        self.base = 0
+        self.pages: dict[int, list[int]] = {}
+        self.released = False
+        tail_shape = (batch, 2, layout.num_kv_heads, layout.group_size, layout.head_dim)
+        with torch.inference_mode(False):
+            self.page_table = torch.zeros(batch, FIRST_MAX_PAGES, dtype=torch.int64, device=device)
+            self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)
+            self.starts = torch.zeros(batch, dtype=torch.int32, device=device)
+            self.tail = torch.zeros(tail_shape, dtype=layout.model_dtype, device=device)
+
+    def expose_from(self, start: int) -> None:
+        """Make `start` the first token that may be attended to."""
+        if start != self.base:
+            self.starts.fill_(start)
+            self.base = start
+
+    def write_entries(self, entries: dict[int, list[int]]) -> None:
+        """Write page addresses (index -> one per sequence) to their columns on the device."""
+        _write(self.page_table, entries)
+
+    def clear_entries(self, indices: Sequence[int]) -> None:
+        """Write 0, no page, to the columns of some page indices."""
+        _write(self.page_table, {index: [0] * self.batch for index in indices})
+
+    def ensure_columns(self, more: range) -> None:
+        """Grow page_table until the page indices `more` and those of all live pages have a column each."""
+        indices = [*self.pages, *more[:1], *more[-1:]]
+        needed = max(indices) - min(indices) + 1 if indices else 0
+        if needed > self.page_table.shape[1]:
+            with torch.inference_mode(False):
+                grown = self.page_table.new_zeros(self.batch, 1 << (needed - 1).bit_length())
+            _write(grown, self.pages)
+            self.page_table = grown
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy the bytes of pages, address by address."""
+        num_bytes, device = self.pool.layout.page_bytes, self.pool.device
+        for source, target in zip(sources, targets, strict=True):
+            bytes_at(target, num_bytes, device).copy_(bytes_at(source, num_bytes, device))
+
+    def page_indices(self, start: int, stored: int) -> range:
+        """Indices of the pages that hold tokens [start, stored); `stored` is the end of a group.
+
+        Raises:
+            ReleasedHandle: one of them is not there.
+        """
+        indices = self._indices(start, stored)
+        if self.released or any(index not in self.pages for index in indices):
+            raise ReleasedHandle(f"Rows {start} to {stored} of a paged key/value cache")
+        return indices
+
+    def has_newest(self, start: int, length: int) -> bool:
+        """Whether rows [start, length) are the newest ones, and all of them are there."""
+        if self.released or length != self.length:
+            return False
+        return all(index in self.pages for index in self._indices(start, self.tail_begin))
+
+    @property
+    def tail_begin(self) -> int:
+        """The first token that is in the tail."""
+        return self.length - self.length % self.pool.layout.group_size
+
+    def read_rows(self, start: int, length: int, tail: torch.Tensor) -> list[torch.Tensor]:
+        """Keys and values of tokens [start, length) in model precision, each [batch, Hkv, length - start, D].
+
+        Args:
+            tail: Where the newest rows are, shaped as the table's own tail.
+        Raises:
+            ReleasedHandle: one of the rows has been given back.
+        """
+        layout, in_tail = self.pool.layout, self.tail_begin
+        shape = (self.batch, layout.num_kv_heads, length - start, layout.head_dim)
+        with torch.inference_mode(False), torch.no_grad():
+            both = [torch.empty(shape, dtype=layout.model_dtype, device=self.pool.device) for _ in range(2)]
+            self._read_pages(both, start, min(length, in_tail))
+            begin = max(start, in_tail)
+            if length > begin:
+                for rows, newest in zip(both, tail.unbind(1), strict=True):
+                    rows[:, :, begin - start :] = newest[:, :, begin - in_tail : length - in_tail]
+        return both
+
+    def _read_pages(self, both: list[torch.Tensor], start: int, stored: int) -> None:
+        layout, dtype = self.pool.layout, self.pool.layout.model_dtype
+        for index in self.page_indices(start, stored):
+            first = index * layout.page_size
+            begin, end = max(start, first), min(stored, first + layout.page_size)
+            if self.batch:
+                data = gather_pages([[address] for address in self.pages[index]], layout, self.pool.device)
+                for rows, page in zip(both, read_groups(data, layout), strict=True):  # [batch, Hkv, page_size, D]
+                    wanted = page[:, :, begin - first : end - first]
+                    rows[:, :, begin - start : end - start] = clamp_finite(wanted, dtype)
+
+    def _indices(self, start: int, stored: int) -> range:
+        page_size = self.pool.layout.page_size
+        return range(start // page_size, -(-stored // page_size)) if stored > start else range(0)
+
+
+def _write(page_table: torch.Tensor, entries: dict[int, list[int]]) -> None:
+    if entries:
+        device = page_table.device
+        columns = torch.tensor([i % page_table.shape[1] for i in entries], device=device)
+        addresses = torch.tensor(list(entries.values()), dtype=torch.int64, device=device)
+        page_table[:, columns] = addresses.T
