@@ -6,7 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+# Read when Triton is imported: without a GPU its kernels run interpreted, on CPU tensors.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -29,8 +33,6 @@ def pytest_configure(config):
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     """Each test compiles for itself, and leaves no page behind that it did not mean to."""
-    import torch
-
     from gemkv_compile.inner import shared_compiles
 
     torch._dynamo.reset()

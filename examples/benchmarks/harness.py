@@ -6,6 +6,7 @@ import datetime
 import json
 import platform
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,18 @@ def save(name: str, rows: list[dict[str, Any]]) -> Path:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"about": about(), "rows": rows}, indent=1) + "\n")
     return path
+
+
+def median_us(run: Callable[[], Any], warm_up_ms: int = 25, measure_ms: int = 60) -> float:
+    """Median time of a GPU call in microseconds, caches flushed between calls."""
+    from triton.testing import do_bench
+
+    return 1e3 * do_bench(run, warmup=warm_up_ms, rep=measure_ms, return_mode="median")
+
+
+def peers_named() -> tuple[str, ...]:
+    """bf16 attention that our kernels are measured against."""
+    return ("fa2", "cudnn", "fa3")
 
 
 def about() -> dict[str, str]:

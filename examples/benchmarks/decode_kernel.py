@@ -1,0 +1,119 @@
+"""Time of one decode step's attention and append on a GPU, beside bf16 attention by PyTorch and FlashAttention-3.
+
+    python decode_kernel.py [--quick]
+
+Peers read a dense bf16 cache: FlashAttention-2 and cuDNN through torch's sdpa, FlashAttention-3 if `fa3_fwd_interface`
+is installed. Medians of repeated runs in microseconds; the result is also compared with the peer's on the same rows.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from harness import median_us, peers_named, save
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gemkv_compile.kernels.append_kv.kernel import append_kv_triton
+from gemkv_compile.kernels.attend_pages.kernel import attend_pages_triton
+from gemkv_compile.kernels.layout import PageLayout
+
+SHAPES = [  # batch, query heads, K/V heads, head size, tokens
+    (1, 32, 8, 128, 1024),
+    (1, 32, 8, 128, 4096),
+    (1, 32, 8, 128, 32768),
+    (8, 32, 8, 128, 32768),
+    (32, 32, 8, 128, 8192),
+    (1, 16, 8, 256, 32768),
+    (8, 16, 8, 256, 32768),
+    (1, 8, 4, 256, 4096),
+    (1, 8, 4, 256, 32768),
+    (8, 8, 4, 256, 32768),
+    (32, 4, 1, 256, 8192),
+]
+PAGE_SIZE, GROUP_SIZE = 256, 64
+
+
+class Paged:
+    """A cache of random codes in shuffled pages, with a tail that is half full."""
+
+    def __init__(self, batch: int, heads: int, dim: int, tokens: int, kv_format: str) -> None:
+        self.layout = PageLayout(heads, dim, PAGE_SIZE, GROUP_SIZE, kv_format, torch.bfloat16)
+        pages = -(-tokens // PAGE_SIZE)
+        self.memory = torch.empty(batch * pages, self.layout.page_bytes, dtype=torch.uint8, device="cuda")
+        order = torch.randperm(batch * pages, device="cuda")
+        self.table = (self.memory.data_ptr() + order * self.layout.page_bytes).view(batch, pages)
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device="cuda")
+        self.starts = torch.zeros(batch, dtype=torch.int32, device="cuda")
+        self.tail = torch.zeros(batch, 2, heads, GROUP_SIZE, dim, dtype=torch.bfloat16, device="cuda")
+
+    def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        append_kv_triton(k, v, self.table, self.lengths, self.tail, self.layout)
+
+    def attend(self, q: torch.Tensor) -> torch.Tensor:
+        state = self.table, self.lengths, self.starts, self.tail
+        return attend_pages_triton(q, *state, None, None, None, q.shape[-1] ** -0.5, None, None, self.layout)[0]
+
+
+def measure(shape: tuple[int, int, int, int, int]) -> dict[str, Any]:
+    """One row: times in microseconds, bytes, and the error against float32 attention on the same bf16 rows."""
+    batch, q_heads, heads, dim, tokens = shape
+    tokens -= GROUP_SIZE // 2  # so that a tail is read too
+    k, v = (torch.randn(batch, heads, tokens, dim, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    q = torch.randn(batch, q_heads, 1, dim, dtype=torch.bfloat16, device="cuda")
+    row: dict[str, Any] = {"batch": batch, "q_heads": q_heads, "kv_heads": heads, "head_dim": dim, "tokens": tokens}
+    exact = F.scaled_dot_product_attention(q[:1].float(), k[:1].float(), v[:1].float(), enable_gqa=True)
+    for name, peer in _peers(q, k, v).items():
+        try:
+            row[f"{name}_us"] = median_us(peer)
+        except Exception as error:
+            row[f"{name}_failed"] = str(error)[:100]
+    for kv_format in ("int8", "model"):
+        cache = Paged(batch, heads, dim, tokens, kv_format)
+        cache.append(k, v)
+        error = (cache.attend(q)[:1].float() - exact).abs().max() / exact.abs().max()
+        row[f"{kv_format}_us"], row[f"{kv_format}_error"] = median_us(lambda c=cache: c.attend(q)), error.item()
+        if kv_format == "int8":
+            read = batch * (tokens // GROUP_SIZE) * heads * cache.layout.group_bytes
+            row["int8_bytes"], row["int8_gb_per_s"] = read, read / row["int8_us"] / 1e3
+            new = k[:, :, :1].contiguous(), v[:, :, :1].contiguous()
+            row["append_us"] = median_us(lambda c=cache, new=new: c.append(*new))
+    best = min(value for name in peers_named() if (value := row.get(f"{name}_us")) is not None)
+    row["speedup"] = best / row["int8_us"]
+    return row
+
+
+def _peers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Any]:
+    def sdpa(backend: SDPBackend) -> Any:
+        def run() -> torch.Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+        return run
+
+    peers = {"fa2": sdpa(SDPBackend.FLASH_ATTENTION), "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION)}
+    try:
+        from fa3_fwd_interface import flash_attn_with_kvcache
+    except ImportError:
+        return peers
+    rows = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    lengths = torch.full((q.shape[0],), k.shape[2], dtype=torch.int32, device="cuda")
+    peers["fa3"] = lambda: flash_attn_with_kvcache(*rows, cache_seqlens=lengths, causal=True)
+    return peers
+
+
+def main() -> None:
+    rows = []
+    for shape in SHAPES[2:3] + SHAPES[9:10] if "--quick" in sys.argv else SHAPES:
+        rows.append(measure(shape))
+        torch.cuda.empty_cache()
+        print(
+            {key: round(value, 4) if isinstance(value, float) else value for key, value in rows[-1].items()}, flush=True
+        )
+    save("decode_kernel", rows)
+
+
+if __name__ == "__main__":
+    main()

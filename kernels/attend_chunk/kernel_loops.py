@@ -1,0 +1,76 @@
+"""The loops of the Triton kernel of `attend_chunk`, over pages and over rows in model precision.
+
+Source: pages, arXiv:2309.06180; the layout is in `gemkv_compile.kernels.layout`.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Triton reads the annotations of its functions: only constants may have one.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gemkv_compile.kernels.attend_chunk.kernel_tile import add_values, seen_tokens, weigh_keys
+
+
+@triton.jit
+def decode_codes(codes, planes, has, PLANE: tl.constexpr, F: tl.constexpr):
+    """Codes [block_n, dim] as float32; the scale is PLANE planes of head_dim numbers on, the zero-point follows it."""
+    scale = tl.load(planes + PLANE * F.head_dim, mask=has, other=0).to(tl.float32)
+    zero = tl.load(planes + (PLANE + 1) * F.head_dim, mask=has, other=0).to(tl.float32)
+    return codes.to(tl.float32) * scale[None, :] + zero[None, :]
+
+
+@triton.jit
+def attend_pages(state, q, table, table_p, max_pages, head_group, low, full, high, view, F: tl.constexpr):
+    """The state after the pages of the tokens low .. high - 1; every query sees those from full on.
+
+    head_group is the head's first group in a page. The next address is on its way while a tile is attended to: no load
+    of keys has to wait for one.
+    """
+    BLOCK_N: tl.constexpr = F.block_n
+    ELEMENT: tl.constexpr = tl.int8 if F.quantised else q.dtype
+    max_pages = tl.maximum(max_pages, 1)
+    begin = low // BLOCK_N * BLOCK_N
+    address = tl.load(table + begin // F.page_size % max_pages * table_p, mask=begin < high, other=0)
+    n, d = tl.arange(0, BLOCK_N), tl.arange(0, F.dim)
+    for at in tl.range(begin, high, BLOCK_N):
+        after = at + BLOCK_N
+        following = tl.load(table + after // F.page_size % max_pages * table_p, mask=after < high, other=0)
+        base = address + (head_group + at % F.page_size // F.group_size).to(tl.int64) * F.group_bytes
+        data = tl.multiple_of(base.to(tl.pointer_type(ELEMENT)), 16)  # a fact of the layout
+        planes = tl.multiple_of((base + 2 * F.plane_bytes).to(tl.pointer_type(tl.float16)), 16) + d
+        has, row = (d < F.head_dim) & (address != 0), n
+        if F.group_size != BLOCK_N:
+            row = n + tl.multiple_of(at % F.group_size, BLOCK_N)
+        keys = tl.load(data + row[:, None] * F.head_dim + d[None, :], mask=has[None, :], other=0)
+        data += F.head_dim * F.group_size
+        values = tl.load(data + d[:, None] * F.group_size + row[None, :], mask=has[:, None], other=0)
+        if F.quantised:
+            keys = decode_codes(keys, planes, has, 0, F).to(q.dtype)
+        seen = seen_tokens(at + n, low, high, view, F) & (address != 0)
+        state, weights, seen = weigh_keys(state, q, keys, at, seen, address != 0, at >= full, view, F)
+        values = tl.trans(values)
+        if F.quantised:
+            values = decode_codes(values, planes, has, 2, F).to(q.dtype)
+        state = add_values(state, weights, values, seen, F, False)
+        address = following
+    return state
+
+
+@triton.jit
+def attend_rows(state, q, k, v, strides, begin, first, low, high, whole, view, F: tl.constexpr):
+    """The state after the rows begin .. of k and v, strides (k_n, k_d, v_n, v_d); row 0 is the token first.
+
+    Tokens below low or from high on are not there. If whole, every query sees every token.
+    """
+    n, d = begin + tl.arange(0, F.block_n), tl.arange(0, F.dim)
+    token, rows, has = first + n, n.to(tl.int64)[:, None], (d < F.head_dim)[None, :]
+    seen = seen_tokens(token, low, high, view, F)
+    k += rows * strides[0] + d[None, :] * strides[1]
+    v += rows * strides[2] + d[None, :] * strides[3]
+    keys = tl.load(k, mask=(token < high)[:, None] & has, other=0)
+    values = tl.load(v, mask=seen[:, None] & has, other=0)
+    state, weights, seen = weigh_keys(state, q, keys, first + begin, seen, True, whole, view, F)
+    return add_values(state, weights, values, seen, F, True)

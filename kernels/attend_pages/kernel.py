@@ -1,0 +1,234 @@
+"""Attention of one new token to its paged past in Triton: tokens on the long side of the product, split over programs.
+
+A program takes a run of 64-token groups of one K/V head and leaves an unnormalised sum; a second launch combines them.
+With k = code * scale + zero per channel of a group, q . k = (q * scale) . code + q . zero, so codes go to the tensor
+cores as they are, and the same holds for the values.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gemkv_compile.errors import InvalidOption
+from gemkv_compile.kernels.attend_pages.kernel_parts import (
+    LOWEST,
+    combine_splits,
+    exact_dot,
+    finish_scores,
+    is_seen,
+    load_columns,
+    load_plane,
+    load_rows,
+)
+from gemkv_compile.kernels.layout import PageLayout
+from gemkv_compile.kernels.results import empty_results
+
+PROGRAMS_PER_SM = 4
+MAX_SPLITS = 128
+SMALL_BUFFERS = 12 * 1024  # shared memory for queries and weights
+
+
+def attend_pages_triton(
+    q: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    starts: Tensor,
+    tail: Tensor,
+    padding: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    layout: PageLayout,
+) -> tuple[Tensor, Tensor]:
+    """Arguments and result as in `gemkv_compile.kernels.ops.attend_pages`; no length is read on the host.
+
+    Source: split keys with a second reduction, Flash-Decoding (2023-10), https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
+    """
+    out, lse = empty_results(q)
+    batch, num_q_heads, _, dim = q.shape
+    heads = layout.num_kv_heads
+    if not q.numel():
+        return out, lse
+    groups = num_q_heads // heads
+    multiprocessors, shared_bytes = _device_limits(q.device)
+    splits = num_splits(batch * heads, page_table.shape[1] * layout.groups_per_page, multiprocessors)
+    tile = tile_tokens(dim, q.element_size(), layout.group_size)
+    sums = torch.empty((batch, num_q_heads, splits, dim), dtype=torch.float32, device=q.device)
+    peaks = torch.empty((2, batch, num_q_heads, splits), dtype=torch.float32, device=q.device)
+    view = None if mask is None else mask.expand(batch, num_q_heads, 1, mask.shape[3])
+    attend_split[(splits, heads, batch)](
+        q, q.stride(0), q.stride(1), q.stride(3),
+        page_table, page_table.shape[1], seq_lens, starts, tail,
+        padding, 0 if padding is None else padding.stride(0), 0 if padding is None else padding.shape[1],
+        view, *((0, 0, 0, 0) if view is None else (view.stride(0), view.stride(1), view.stride(3), view.shape[3])),
+        sums, peaks, scale, softcap or 0.0, window or 0,
+        HEADS=heads, GROUPS=groups, D=dim, GROUP=layout.group_size, TILE=tile, GROUPS_PER_PAGE=layout.groups_per_page,
+        PLANE_BYTES=layout.plane_bytes, GROUP_BYTES=layout.group_bytes, QUANTISED=layout.is_quantised,
+        HAS_CAP=softcap is not None, HAS_WINDOW=window is not None,
+        D_PADDED=triton.next_power_of_2(dim), GROUPS_PADDED=max(8, triton.next_power_of_2(groups)),
+        num_warps=4 if dim <= 256 else 8,
+        num_stages=stages(2 * tile * triton.next_power_of_2(dim) * layout.element_dtype.itemsize, shared_bytes),
+    )  # fmt: skip
+    combine_splits[(num_q_heads, batch)](
+        sums, peaks, sinks, out, out.stride(0), out.stride(1), lse, splits,
+        D=dim, D_PADDED=triton.next_power_of_2(dim), SPLITS_PADDED=triton.next_power_of_2(splits), num_warps=4,
+    )  # fmt: skip
+    return out, lse
+
+
+def num_splits(rows: int, groups: int, multiprocessors: int) -> int:
+    """Programs that share the keys of one sequence and head.
+
+    Args:
+        rows: Sequences times K/V heads.
+        groups: 64-token groups that the page table has room for.
+    """
+    wanted = -(-PROGRAMS_PER_SM * multiprocessors // rows)
+    return max(1, min(wanted, groups, MAX_SPLITS))
+
+
+def tile_tokens(head_dim: int, element_bytes: int, group_size: int) -> int:
+    """Tokens of a step: a whole group, or a part of it whose keys take 64 KB at most in the model's dtype.
+
+    Raises:
+        InvalidOption: the group is no multiple of 16.
+    """
+    if group_size % 16:
+        raise InvalidOption(f"group_size must be a multiple of 16 on a GPU, got {group_size}. Use the default, 64.")
+    rows = 65536 // (triton.next_power_of_2(head_dim) * element_bytes)
+    return max(16, min(group_size & -group_size, rows))
+
+
+def stages(step_bytes: int, shared_bytes: int) -> int:
+    """Pipeline stages: 3 if the keys and values of two steps fit into shared memory, 2 for one, 1 for none.
+
+    Args:
+        step_bytes: Keys and values of a step, rows padded to a power of two.
+        shared_bytes: What one program may take.
+    """
+    room = (shared_bytes - SMALL_BUFFERS) // step_bytes
+    return max(1, min(3, room + 1))
+
+
+def _device_limits(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors, and bytes of shared memory that one program may take."""
+    if device.type != "cuda":
+        return 2, 100 * 1024
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+
+
+@triton.jit
+def attend_split(
+    q, q_batch, q_head, q_dim, page_table, max_pages, seq_lens, starts, tail,
+    padding, padding_batch, padding_len, mask, mask_batch, mask_head, mask_token, mask_len,
+    sums, peaks, scale, softcap, window,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    GROUPS_PER_PAGE: tl.constexpr, PLANE_BYTES: tl.constexpr, GROUP_BYTES: tl.constexpr, QUANTISED: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, D_PADDED: tl.constexpr, GROUPS_PADDED: tl.constexpr,
+):  # fmt: skip
+    """One share of one K/V head's keys: sums [D, query heads], the largest score and the sum of weights of each."""
+    split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    splits = tl.num_programs(0)
+    dim = tl.arange(0, D_PADDED)
+    member = tl.arange(0, GROUPS_PADDED)
+    q_heads = head * GROUPS + member
+    length = tl.load(seq_lens + row)
+    low = tl.maximum(tl.load(starts + row), 0)
+    if HAS_WINDOW:
+        low = tl.maximum(low, length - window)
+    if mask is not None:
+        low = tl.maximum(low, length - mask_len)
+        mask += row * mask_batch + q_heads[None, :] * mask_head
+    if padding is not None:
+        padding += row * padding_batch
+    inside = (member[None, :] < GROUPS) & (dim[:, None] < D)
+    query = tl.load(q + row * q_batch + q_heads[None, :] * q_head + dim[:, None] * q_dim, mask=inside, other=0.0)
+
+    # The groups of this program. A page that a later one has taken the column of is gone.
+    last = length // GROUP
+    newest = (last - 1) // GROUPS_PER_PAGE
+    first = tl.maximum(low // GROUP, (newest - max_pages + 1) * GROUPS_PER_PAGE)
+    share = tl.cdiv(tl.maximum(last - first, 0), splits)
+    begin = first + split * share
+    end = tl.minimum(begin + share, last)
+
+    peak = tl.full([GROUPS_PADDED], LOWEST, tl.float32)
+    total = tl.zeros([GROUPS_PADDED], tl.float32)
+    weighted = tl.zeros([D_PADDED, GROUPS_PADDED], tl.float32)
+    table = page_table + row * max_pages
+    elsewhere = (tail + row * 2 * HEADS * GROUP * D).to(tl.int64)
+    # The address is carried: a load of it in the same step would keep the loads of keys and values from overlapping.
+    address = tl.load(table + (begin // GROUPS_PER_PAGE) % max_pages, mask=begin < end, other=0)
+    for step in tl.range(begin * (GROUP // TILE), end * (GROUP // TILE)):
+        group = step // (GROUP // TILE)
+        token = step % (GROUP // TILE) * TILE + tl.arange(0, TILE)
+        exists = address != 0
+        position = group * GROUP + token
+        seen = is_seen(position, low, length, padding, padding_len) & exists
+        # Masked loads would not be copied ahead, so what is absent is read from the tail, and then not used.
+        block = address + (head * GROUPS_PER_PAGE + group % GROUPS_PER_PAGE).to(tl.int64) * GROUP_BYTES
+        block = tl.where(exists, block, elsewhere)
+        if QUANTISED:
+            keys = load_rows(block, 0, tl.int8, token, dim, D, D_PADDED)
+            values = load_columns(block, PLANE_BYTES, tl.int8, token, dim, D, D_PADDED, GROUP)
+            # Groups that nobody sees may hold NaN, and a weight of 0 does not silence one.
+            alive = tl.max(seen.to(tl.int32), 0) != 0
+            k_scale = load_plane(block, 2 * PLANE_BYTES, dim, alive, D, D_PADDED)
+            k_zero = load_plane(block, 2 * PLANE_BYTES + 2 * D, dim, alive, D, D_PADDED)
+            v_scale = load_plane(block, 2 * PLANE_BYTES + 4 * D, dim, alive, D, D_PADDED)
+            v_zero = load_plane(block, 2 * PLANE_BYTES + 6 * D, dim, alive, D, D_PADDED)
+            wide = query.to(tl.float32)
+            product = exact_dot(keys.to(query.dtype), (wide * k_scale[:, None]).to(query.dtype))
+            product += tl.sum(wide * k_zero[:, None], 0)[None, :]
+        else:
+            keys = load_rows(block, 0, query.dtype, token, dim, D, D_PADDED)
+            values = load_columns(block, PLANE_BYTES, query.dtype, token, dim, D, D_PADDED, GROUP)
+            values = tl.where(seen[None, :], values, tl.zeros_like(values))
+            product = exact_dot(keys, query)
+        scores = finish_scores(product, seen, position, length, member, mask, mask_token, mask_len, scale, softcap,
+                         GROUPS, HAS_CAP)  # fmt: skip
+        new_peak = tl.maximum(peak, tl.max(scores, 0))
+        decay = tl.exp2(peak - new_peak)
+        weights = tl.exp2(scores - new_peak[None, :])
+        sum_of_weights = tl.sum(weights, 0)
+        total = total * decay + sum_of_weights
+        part = exact_dot(values.to(query.dtype), weights.to(query.dtype))
+        weighted = weighted * decay[None, :]
+        if QUANTISED:
+            weighted += part * v_scale[:, None] + v_zero[:, None] * sum_of_weights[None, :]
+        else:
+            weighted += part
+        peak = new_peak
+        following = tl.minimum((step + 1) // (GROUP // TILE), end - 1) // GROUPS_PER_PAGE
+        address = tl.load(table + following % max_pages)
+
+    filled = tl.where(split == splits - 1, length - last * GROUP, 0)
+    for begin_of_tile in tl.range(0, filled, TILE, num_stages=1):
+        token = begin_of_tile + tl.arange(0, TILE)
+        position = last * GROUP + token
+        seen = is_seen(position, low, length, padding, padding_len)
+        rows = tail + (row * 2 * HEADS + head) * GROUP * D + token[:, None] * D + dim[None, :]
+        shown = (dim[None, :] < D) & seen[:, None]
+        product = exact_dot(tl.load(rows, mask=shown, other=0.0), query)
+        scores = finish_scores(product, seen, position, length, member, mask, mask_token, mask_len, scale, softcap,
+                         GROUPS, HAS_CAP)  # fmt: skip
+        new_peak = tl.maximum(peak, tl.max(scores, 0))
+        decay = tl.exp2(peak - new_peak)
+        weights = tl.exp2(scores - new_peak[None, :])
+        total = total * decay + tl.sum(weights, 0)
+        values = tl.load(rows + HEADS * GROUP * D, mask=shown, other=0.0)
+        weighted = weighted * decay[None, :] + exact_dot(tl.trans(values), weights.to(query.dtype))
+        peak = new_peak
+
+    place = (row * HEADS * GROUPS + q_heads) * splits + split
+    tl.store(sums + place[None, :] * D + dim[:, None], weighted, mask=inside)
+    tl.store(peaks + place, peak, mask=member < GROUPS)
+    tl.store(peaks + tl.num_programs(2).to(tl.int64) * HEADS * GROUPS * splits + place, total, mask=member < GROUPS)

@@ -1,0 +1,73 @@
+"""The Triton append against its reference: the same bytes, whatever the lengths."""
+
+import pytest
+import torch
+from paged_cases import PagedCache, normal, strided
+from triton_devices import DEVICES
+
+from gemkv_compile.kernels.append_kv.kernel import append_kv_triton
+from gemkv_compile.kernels.append_kv.reference import append_kv_reference
+
+SHAPES = [(1, 64, 64, 4), (2, 80, 128, 2), (3, 16, 64, 2), (1, 256, 256, 1)]  # heads, head_dim, page_size, max_pages
+CHUNKS = [[1] * 130, [3, 60, 1, 1, 1, 70], [64, 64], [200, 1], [63, 2, 500]]
+
+
+def run(append, device, case, chunks, kv_format, dtype):
+    """The bytes of all pages, the tail and the lengths after appends of `chunks` tokens to sequences of 0 and 37."""
+    heads, dim, page_size, max_pages = case
+    cache = PagedCache(2, heads, dim, page_size, 64, kv_format, dtype, max_pages, holes=[(1, 0)], device=device)
+    old = [normal(1, heads, 37, dim, dtype=dtype, seed=i).to(device) for i in range(2)]
+    append(*old, cache.page_table[1:], cache.seq_lens[1:], cache.tail[1:], cache.layout)
+    for number, tokens in enumerate(chunks):
+        k, v = (strided(normal(2, heads, tokens, dim, dtype=dtype, seed=(number, i))).to(device) for i in range(2))
+        append(k, v, *cache.state, cache.layout)
+    return cache
+
+
+def check_same(device, case, chunks, kv_format, dtype):
+    ours = run(append_kv_triton, device, case, chunks, kv_format, dtype)
+    theirs = run(append_kv_reference, "cpu", case, chunks, kv_format, dtype)
+    assert torch.equal(ours.seq_lens.cpu(), theirs.seq_lens)
+    for row in range(2):
+        filled = int(theirs.seq_lens[row]) % 64
+        assert torch.equal(ours.tail[row, :, :, :filled].cpu(), theirs.tail[row, :, :, :filled])
+        for column in range(case[3]):
+            if theirs.page_table[row, column]:
+                assert torch.equal(ours.page(row, column).cpu(), theirs.page(row, column))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kv_format", ["int8", "model"])
+@pytest.mark.parametrize("case, chunks", zip(SHAPES + SHAPES[:1], CHUNKS, strict=True), ids=str)
+def test_same_bytes(device, case, chunks, kv_format):
+    check_same(device, case, chunks, kv_format, torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("kv_format", ["int8", "model"])
+@pytest.mark.parametrize("case, chunks", [((16, 512, 128, 8), CHUNKS[1]), ((4, 96, 64, 8), CHUNKS[4])], ids=str)
+def test_same_bytes_in_every_dtype(case, chunks, kv_format, dtype):
+    check_same("cuda", case, chunks, kv_format, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_extreme_values(device):
+    """Constant channels, tiny and huge ranges: the same bytes. NaN and inf: never a finite number again."""
+    x = normal(1, 1, 64, 16)
+    x[..., 0] = 3.25
+    x[..., 1] = 0.0
+    x[..., 2] *= 1e-9
+    x[..., 3] = 5e6 * x[..., 3].sign()
+    x[..., 4] = 7e4 + x[..., 4]
+    results = []
+    for append in (append_kv_triton, append_kv_reference):
+        cache = PagedCache(device=device if append is append_kv_triton else "cpu")
+        append(x.to(cache.tail.device), -x.to(cache.tail.device), *cache.state, cache.layout)
+        results.append(cache.page(0, 0).cpu())
+    assert torch.equal(*results)
+    x[0, 0, 7, 5], x[0, 0, 9, 6], x[0, 0, 9, 7] = float("nan"), float("inf"), float("-inf")
+    cache = PagedCache(device=device)
+    append_kv_triton(x.to(device), x.to(device), *cache.state, cache.layout)
+    broken = ~torch.isfinite(cache.stored(0)).all(1).all(1)  # of K and V, by channel
+    assert broken[:, 5:8].all() and not broken[:, 8:].any() and not broken[:, :5].any()
