@@ -21,7 +21,7 @@ test: $(STAMP)
 
 # In an environment that has torch with CUDA, Triton and Transformers: make test-gpu STAMP= BIN=/path/to/its/bin
 test-gpu: $(STAMP)
-	$(BIN)/pytest -m gpu $(ARGS)
+	$(BIN)/pytest -m gpu --results tests/results/gpu.json $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """Guards and fixtures for all tests."""
 
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -15,6 +16,22 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 ROOT = Path(__file__).parent.parent
+
+
+def pytest_addoption(parser):
+    parser.addoption("--results", help="write the tests' outcomes, device and versions to this JSON file")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """With --results: what ran where, for a device that CI does not have."""
+    path = config.getoption("--results")
+    if path:
+        sys.path.append(str(ROOT / "examples" / "benchmarks"))
+        from harness import about
+
+        stats = terminalreporter.stats
+        outcomes = {kind: sorted(r.nodeid for r in stats.get(kind, ())) for kind in ("passed", "failed", "skipped")}
+        Path(path).write_text(json.dumps({"about": about(), **outcomes}, indent=1) + "\n")
 
 
 def pytest_configure(config):
