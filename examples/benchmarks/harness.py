@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Callable
@@ -56,7 +57,9 @@ def _today() -> str:
 
 
 def _commit() -> str:
-    """The commit, marked if the tree differs from it."""
+    """The commit, marked if the tree differs from it; GEMKV_COMMIT names it where the repository is not."""
+    if named := os.environ.get("GEMKV_COMMIT"):
+        return named
     run = ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
     result = subprocess.run(run, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return result.stdout.strip() or "unknown"

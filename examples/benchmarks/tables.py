@@ -26,15 +26,30 @@ def kv_memory(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-TABLES = {"kv_memory": kv_memory}
+def decode_kernel(result: dict[str, Any]) -> str:
+    """Microseconds of one decode step's attention over all tokens, by shape."""
+    lines = [
+        "| batch | query, K/V heads | head size | tokens | FA2 | cuDNN | FA3 | int8 | speedup | GB/s | append |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in result["rows"]:
+        times = " | ".join(f"{row[f'{name}_us']:.0f}" if f"{name}_us" in row else "-" for name in COLUMNS)
+        shape = f"{row['batch']} | {row['q_heads']}, {row['kv_heads']} | {row['head_dim']} | {row['tokens']}"
+        rate = f"{row['speedup']:.2f} | {row['int8_gb_per_s']:.0f} | {row['append_us']:.1f}"
+        lines.append(f"| {shape} | {times} | {rate} |")
+    return "\n".join(lines)
+
+
+COLUMNS = ("fa2", "cudnn", "fa3", "int8")
+TABLES = {"kv_memory": (kv_memory, "MB"), "decode_kernel": (decode_kernel, "median microseconds")}
 
 
 def rendered(readme: str) -> str:
     """The README with every table made anew."""
-    for name, render in TABLES.items():
+    for name, (render, unit) in TABLES.items():
         result = json.loads((HERE / "results" / f"{name}.json").read_text())
         about = result["about"]
-        note = f"MB; {about['device']}, torch {about['torch']}, {about['date']}, commit {about['commit']}"
+        note = f"{unit}; {about['device']}, torch {about['torch']}, {about['date']}, commit {about['commit']}"
         head, _, rest = readme.partition(f"<!-- {name} -->\n")
         _, _, tail = rest.partition(f"<!-- /{name} -->")
         readme = f"{head}<!-- {name} -->\n{render(result)}\n\n({note})\n<!-- /{name} -->{tail}"
