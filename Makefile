@@ -15,7 +15,7 @@ demo: $(STAMP)
 	$(BIN)/gemkv demo
 
 # One process a core, one torch thread each; a file's tests stay in one process (they share models).
-JOBS ?= $(shell nproc)
+JOBS ?= $(shell env -u OMP_NUM_THREADS nproc)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n $(JOBS) --dist loadfile $(ARGS)
 
