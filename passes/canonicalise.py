@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from gemkv_compile.passes.lens import argument, by_position, op_of, value_of
+from gemkv_compile.passes.lens import argument, by_position, op_of, rank_of, value_of
 from gemkv_compile.passes.symbols import SymbolTable
 
 _TO_KEYWORDS = {"dtype", "device", "other"}
@@ -39,6 +39,7 @@ def canonicalise(module: GraphModule) -> tuple[GraphModule, CanonicaliseReport]:
     for node in graph.nodes:
         by_position(node)
     _fold_sizes(graph)
+    _fold_scales(graph)
     _remove_noops(graph)
     graph.lint()
     return GraphModule(module, graph), CanonicaliseReport(handles)
@@ -71,6 +72,20 @@ def _fold_sizes(graph: Graph) -> None:
             continue
         replace_uses(node, folded)
         if not node.users:
+            graph.erase_node(node)
+
+
+def _fold_scales(graph: Graph) -> None:
+    """Replace symbolic floats that scale tensors of four dimensions by their values, which Dynamo then guards on.
+
+    Dynamo makes a Python float symbolic when it has seen two values of it, such as the scales of two models.
+    """
+    for node in list(graph.nodes):
+        value = value_of(node)
+        if node.op == "placeholder" or not isinstance(value, torch.SymFloat) or not value.node.has_hint():
+            continue
+        if any(op_of(user) in ("mul", "div", "sdpa") and rank_of(user) == 4 for user in node.users):
+            replace_uses(node, float(value))
             graph.erase_node(node)
 
 

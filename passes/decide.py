@@ -147,10 +147,10 @@ def _check_grad(cache: Cache, placeholders: list[Node], facts: Facts, kv_grad: b
         return Refusal(
             "past_requires_grad", "the past requires grad (prefix tuning), and pages are outside autograd.", trained
         )
-    masks = [reader.mask for reader in cache.readers if reader.mask is not None]
+    masks = [node for reader in cache.readers for node in (reader.mask, reader.sinks) if node is not None]
     if torch.is_grad_enabled() and (trained := next(filter(_requires_grad, masks), None)) is not None:
         return Refusal(
-            "grad_enabled", "the mask requires grad, and the paged operators have no gradient for it.", trained
+            "grad_enabled", "a mask or sink requires grad, and the paged operators have no gradient for it.", trained
         )
     handles = all(placeholders.index(past) in facts.handle_inputs for past in pasts)
     if kv_grad and not (pasts and handles):

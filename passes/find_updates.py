@@ -150,7 +150,7 @@ def _computation(graph: Graph, cache: Cache) -> set[Node]:
     """Every tensor from the queries, masks, new and past rows to the attentions' outputs, these left out."""
     readers = [reader.node for reader in cache.readers]
     inputs = [cache.new_keys, cache.new_values, cache.past_keys, cache.past_values]
-    inputs += [node for reader in cache.readers for node in (reader.query, reader.mask)]
+    inputs += [node for reader in cache.readers for node in (reader.query, reader.mask, reader.sinks)]
     forward = {node for node in inputs if node is not None}
     backward = {*readers, *(output.node for output in cache.outputs)}
     starts = frozenset(forward)
@@ -168,7 +168,7 @@ def _used_elsewhere(graph: Graph, cache: Cache) -> Refusal | None:
     if cache.past_keys is None or cache.past_values is None:
         return None  # new rows that start a cache stay in the graph: anyone may use them
     inputs = (cache.new_keys, cache.new_values)
-    replaced = {r.node: [n for n in (r.query, r.mask, *inputs) if n is not None] for r in cache.readers}
+    replaced = {r.node: [n for n in (r.query, r.mask, r.sinks, *inputs) if n is not None] for r in cache.readers}
     live = live_nodes(graph, replaced, {output.index for output in cache.outputs})
     for rows in (cache.past_keys, cache.past_values, cache.all_keys, cache.all_values):
         if rows in live:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 _METHODS = frozenset(
-    "matmul bmm mul div add softmax transpose permute reshape view expand unsqueeze contiguous to float half "
+    "matmul bmm mul div add sub max softmax transpose permute reshape view expand unsqueeze contiguous to float half "
     "bfloat16 type type_as size dim numel tanh masked_fill repeat_interleave clone flatten swapaxes".split()
 )
 _SAME = {
@@ -36,6 +36,9 @@ _FUNCTIONS: dict[Any, str] = {
     torch.div: "div",
     torch.true_divide: "div",
     operator.itruediv: "div",
+    operator.sub: "sub",
+    torch.sub: "sub",
+    torch.max: "max",
     operator.add: "add",
     torch.add: "add",
     operator.iadd: "add",
@@ -71,6 +74,7 @@ _POSITIONS: dict[str, tuple[tuple[str, ...], ...]] = {
         "mul": "input other",
         "div": "input other",
         "add": "input other",
+        "sub": "input other",
         "softmax": "input dim|axis",
         "dropout": "input p",
         "tanh": "input",

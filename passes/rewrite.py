@@ -158,7 +158,7 @@ def _attend(
     build: _Builder, rewrite: Rewrite, read: Read, table: int, keys: Node, values: Node, state: dict[StateField, Node]
 ) -> Node:
     graph, attention = build.graph, read.attention
-    masks = (build.padding(read, table), _whole_mask(build, read), None)
+    masks = (build.padding(read, table), _whole_mask(build, read), attention.sinks)
     paged = (*(state[field] for field in STATE_FIELDS), *masks, attention.scale, attention.softcap)
     if rewrite.is_decode:
         target: Any = torch.ops.gemkv.attend_pages.default

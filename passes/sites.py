@@ -19,7 +19,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Attention:
-    """softmax(softcap(scale * query @ keys^T) + mask) @ values, whichever way the graph spells it.
+    """softmax(softcap(scale * query @ keys^T) + mask, and sinks) @ values, whichever way the graph spells it.
 
     Args:
         node: The output, [batch, num_q_heads, q_len, head_dim].
@@ -27,6 +27,7 @@ class Attention:
         keys, values: [batch, num_kv_heads, kv_len, head_dim], before heads are repeated for their query group.
         mask: Boolean (True: attend) or additive, broadcastable to [batch, num_q_heads, q_len, kv_len], or None.
         is_causal: Whether the operator masks causally, aligned at the top left.
+        sinks: One logit per query head that takes part in the softmax and has no value, [num_q_heads], or None.
         visible: It sees the last `visible` cached rows only, or None for all (int or SymInt).
     """
 
@@ -39,6 +40,7 @@ class Attention:
     mask: Node | None
     is_causal: bool
     rule: str
+    sinks: Node | None = None
     visible: Any = None
 
 

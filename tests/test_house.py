@@ -71,7 +71,8 @@ def test_outside_packages_stay_where_they_belong():
             if isinstance(node, (ast.Import, ast.ImportFrom))
             for alias in (node.names if isinstance(node, ast.Import) else [ast.alias(node.module or "")])
         }
-        assert not top & {"transformers", "triton", "gguf", "matplotlib", "peft"}, path
+        allowed = {"triton"} if path.name.startswith("kernel") else set()
+        assert not top & {"transformers", "triton", "gguf", "matplotlib", "peft"} - allowed, path
         assert part == "cli" or "transformers" not in path.read_text().split("import")[0], path
 
 

@@ -42,7 +42,7 @@ def check(node: Node) -> Refusal | None:
     """The softmax runs over the last dimension of scores that read as attention, and only this product uses it."""
     softmax = _softmax_of(node)
     assert softmax is not None
-    weights = _skip_casts(node.args[0])
+    weights = skip_casts(node.args[0])
     if op_of(weights) == "dropout":
         return Refusal(
             "dropout_active",
@@ -58,6 +58,11 @@ def check(node: Node) -> Refusal | None:
         return Refusal(
             "rank_unsupported", "query, key and value must be [batch, heads, tokens, head_dim]; unsqueeze them.", node
         )
+    return check_weights(node, softmax)
+
+
+def check_weights(node: Node, softmax: Node) -> Refusal | None:
+    """Nothing but the product `node` uses the weights, from the softmax on."""
     weights = node.args[0]
     while isinstance(weights, Node):
         if len(weights.users) > 1:
@@ -76,12 +81,6 @@ def rewrite(node: Node) -> Attention:
     assert softmax is not None
     scores = read_scores(softmax.args[0])
     assert isinstance(scores, Scores) and scores.query is not None and scores.key is not None
-    mask = scores.mask
-    if scores.hidden is not None:
-        with node.graph.inserting_before(node):
-            mask = node.graph.call_function(torch.logical_not, (scores.hidden,))
-            mask.meta["example_value"] = value_of(scores.hidden)
-            mask.meta["stack_trace"] = scores.hidden.meta.get("stack_trace")
     value = node.args[1]
     assert isinstance(value, Node)
     return Attention(
@@ -91,7 +90,7 @@ def rewrite(node: Node) -> Attention:
         values=strip_repeat(value),
         scale=scores.scale,
         softcap=scores.softcap,
-        mask=mask,
+        mask=mask_of(scores, node),
         is_causal=False,
         rule=NAME,
     )
@@ -100,11 +99,11 @@ def rewrite(node: Node) -> Attention:
 def read_scores(node: Any) -> Scores | Refusal:
     """Peel mask, softcap and scale off the scores, outermost first, in the only order in which they commute."""
     start, scores = node, Scores()
-    node = _skip_casts(node)
+    node = skip_casts(node)
     node = _peel_mask(node, scores)
-    node = _peel_softcap(_skip_casts(node), scores)
-    node = _peel_scale(_skip_casts(node), scores)
-    node = _skip_casts(node)
+    node = _peel_softcap(skip_casts(node), scores)
+    node = _peel_scale(skip_casts(node), scores)
+    node = skip_casts(node)
     key = _transposed(node.args[1]) if op_of(node) == "matmul" else None
     if key is None and op_of(node) in ("mul", "div") and any(map(_leads_to_matmul, node.args)):
         return Refusal("scale_not_constant", "the scale of the scores is a tensor; make it a Python number.", node)
@@ -118,10 +117,21 @@ def read_scores(node: Any) -> Scores | Refusal:
     return scores
 
 
+def mask_of(scores: Scores, node: Node) -> Node | None:
+    """The mask of some scores, before `node`; where they name what is hidden, its negation is put into the graph."""
+    if scores.hidden is None:
+        return scores.mask
+    with node.graph.inserting_before(node):
+        mask = node.graph.call_function(torch.logical_not, (scores.hidden,))
+    mask.meta["example_value"] = value_of(scores.hidden)
+    mask.meta["stack_trace"] = scores.hidden.meta.get("stack_trace")
+    return mask
+
+
 def _softmax_of(product: Node) -> Node | None:
-    node = _skip_casts(product.args[0])
+    node = skip_casts(product.args[0])
     if op_of(node) == "dropout":
-        node = _skip_casts(node.args[0])
+        node = skip_casts(node.args[0])
     return node if op_of(node) == "softmax" else None
 
 
@@ -137,7 +147,7 @@ def _holds_matmul(scores: Any) -> bool:
     return False
 
 
-def _skip_casts(node: Any) -> Any:
+def skip_casts(node: Any) -> Any:
     """The node under layout copies and casts to a float dtype, which keep values up to rounding."""
     while op_of(node) == "contiguous" or (op_of(node) == "to" and value_of(node).dtype in _ROUNDING_DTYPES):
         node = node.args[0]
@@ -197,7 +207,7 @@ def _constant_factor(node: Any) -> tuple[Node, float] | None:
 def _leads_to_matmul(node: Any) -> bool:
     """Whether the node is a matmul under casts, constant factors and a tanh."""
     while isinstance(node, Node):
-        node = _skip_casts(node)
+        node = skip_casts(node)
         if op_of(node) == "matmul":
             return True
         factor = _constant_factor(node)
@@ -212,7 +222,7 @@ def _is_lowest(value: Any, node: Node) -> bool:
 
 def _transposed(node: Any) -> Node | None:
     """k, if the node is k with its last two dimensions, and only those, exchanged."""
-    node = _skip_casts(node)
+    node = skip_casts(node)
     name = op_of(node)
     if name == "transpose" and rank_of(node) == 4:
         dims = {argument(node, 1, "dim0") % 4, argument(node, 2, "dim1") % 4}

@@ -55,12 +55,45 @@ def mistral(**changes):
     return MistralForCausalLM, MistralConfig(**COMMON | dict(num_hidden_layers=2, sliding_window=WINDOW) | changes)
 
 
+SHARED = dict(
+    num_hidden_layers=6,
+    layer_types=["sliding_attention", "full_attention"] * 3,
+    sliding_window=WINDOW,
+    num_kv_shared_layers=2,
+    vocab_size_per_layer_input=VOCAB,
+    hidden_size_per_layer_input=16,
+)
+
+
+def gemma3n(**changes):
+    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
+
+    own = dict(laurel_rank=8, activation_sparsity_pattern=[0.0] * 6, intermediate_size=[128] * 6)
+    return Gemma3nForCausalLM, Gemma3nTextConfig(**COMMON | SHARED | own | changes)
+
+
+def gemma4(**changes):
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    own = dict(global_head_dim=32, num_global_key_value_heads=1)
+    return Gemma4ForCausalLM, Gemma4TextConfig(**COMMON | SHARED | own | changes)
+
+
+def gpt_oss(**changes):
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    own = dict(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=WINDOW)
+    experts = dict(num_local_experts=4, num_experts_per_tok=2)
+    return GptOssForCausalLM, GptOssConfig(**COMMON | own | experts | changes)
+
+
+LATER_FAMILIES = {f.__name__: f for f in (gemma3n, gemma4, gpt_oss)}
 FAMILIES = {f.__name__: f for f in (gemma1, gemma2, gemma3, llama, qwen3, mistral)}
 
 
 def build(family, attention="sdpa", seed=0, dtype=torch.float32, **changes):
     """A small random model of a family, in eval mode, that never stops early."""
-    model_class, config = FAMILIES[family](**changes)
+    model_class, config = (FAMILIES | LATER_FAMILIES)[family](**changes)
     torch.manual_seed(seed)
     model = model_class._from_config(config, attn_implementation=attention).to(dtype).eval()
     model.generation_config.eos_token_id = None
