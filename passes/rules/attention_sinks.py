@@ -88,7 +88,8 @@ def _joined(softmax: Node) -> tuple[Node, Node] | None:
         if _peak_of(node.args[1]) is not node.args[0]:
             return None
         node = skip_casts(node.args[0])
-    tensors = argument(node, 0, "tensors") if op_of(node) == "cat" and argument(node, 1, "dim", 0) in LAST else ()
+    is_cat = op_of(node) == "cat" and argument(node, 1, "dim", 0) in LAST
+    tensors: Any = argument(node, 0, "tensors") if is_cat else ()
     if len(tensors) != 2:
         return None
     sinks = _per_head(tensors[1])
@@ -99,7 +100,7 @@ def _peak_of(node: Any) -> Any:
     """x, from x.max(-1, keepdim=True).values"""
     is_values = op_of(node) == "getitem" and node.args[1] == 0
     is_values = is_values or (op_of(node) == "getattr" and node.args[1] == "values")
-    peak = node.args[0] if is_values else None
+    peak: Any = node.args[0] if is_values else None
     if op_of(peak) != "max" or argument(peak, 1, "dim") not in LAST or not argument(peak, 2, "keepdim", False):
         return None
     return peak.args[0]
