@@ -4,21 +4,18 @@ GEMKV_EVERY_DEVICE=1 compiles all head sizes for all devices, which takes minute
 """
 
 import os
-import re
-import subprocess
 
 import interpreted
 import pytest
 import torch
 import triton
+from offline import SHARED, spilled_bytes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from gemkv_compile.kernels.attend_chunk import kernel
 from gemkv_compile.kernels.layout import PageLayout
 
-# Compute capability: shared memory that a program may have.
-SHARED = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 HEAD_DIMS = (64, 128, 256, 512)
 EVERY = [(arch, head_dim) for arch in SHARED for head_dim in HEAD_DIMS]
 SOME = [(80, 64), (86, 512), (90, 256), (100, 128)]
@@ -49,17 +46,6 @@ def source(form):
         elif name in ("padding", "mask", "sinks"):
             signature[name], constants[name] = "constexpr", None
     return ASTSource(kernel.attend_chunk_kernel, signature | {"F": "constexpr"}, constants, attributes)
-
-
-def spilled_bytes(ptx, arch, folder):
-    """Bytes that ptxas says are stored to local memory for want of registers."""
-    path = folder / "kernel.ptx"
-    path.write_text(ptx)
-    tools = triton.knobs.nvidia
-    name = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
-    command = [(tools.ptxas_blackwell if arch >= 100 else tools.ptxas).path, "-v", f"--gpu-name={name}", str(path)]
-    log = subprocess.run([*command, "-o", str(folder / "cubin")], capture_output=True, text=True, check=True).stderr
-    return int(re.search(r"(\d+) bytes spill stores", log).group(1))
 
 
 @pytest.mark.skipif(not interpreted.ON, reason="this process compiles")

@@ -1,0 +1,77 @@
+"""The kernels of a decode step compiled for devices that are not here: shared memory, registers, loads in flight."""
+
+import interpreted
+import pytest
+import torch
+import triton
+from offline import SHARED, spilled_bytes
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from gemkv_compile.kernels.append_kv import kernel as append
+from gemkv_compile.kernels.attend_pages import kernel as attend
+from gemkv_compile.kernels.layout import PageLayout
+
+HEADS, GROUPS = 4, 2
+SPILLS = {128: 8, 512: 64}  # bytes a thread
+
+
+def sizes(layout):
+    return {
+        "HEADS": HEADS,
+        "D": layout.head_dim,
+        "GROUP": layout.group_size,
+        "GROUPS_PER_PAGE": layout.groups_per_page,
+        "PLANE_BYTES": layout.plane_bytes,
+        "GROUP_BYTES": layout.group_bytes,
+        "QUANTISED": layout.is_quantised,
+    }
+
+
+def compiled(function, pointers, floats, constants, arch, **options):
+    """A kernel for aligned pointers; every other argument is an int32."""
+    names = function.arg_names
+    kinds = pointers | dict.fromkeys(floats, "fp32") | dict.fromkeys(constants, "constexpr")
+    signature = {name: kinds.get(name, "i32") for name in names}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(function, signature, values, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+@pytest.mark.skipif(not interpreted.ON, reason="this process compiles")
+def test_in_a_process_that_compiles(tmp_path):
+    interpreted.run_compiled(__file__, tmp_path)
+
+
+@pytest.mark.skipif(interpreted.ON, reason="kernels are interpreted here")
+@pytest.mark.parametrize("arch, head_dim", [(86, 256), (90, 128), (90, 512), (100, 256)])
+def test_attention_fits_a_device_and_copies_ahead(arch, head_dim, tmp_path):
+    layout = PageLayout(HEADS, head_dim, 256, 64, "int8", torch.bfloat16)
+    tile = attend.tile_tokens(head_dim, 2, 64)
+    absent = ("padding", "padding_batch", "padding_len", "mask", "mask_batch", "mask_head", "mask_token", "mask_len")
+    constants = sizes(layout) | dict.fromkeys(absent) | {"GROUPS": GROUPS, "TILE": tile, "q_dim": 1}
+    constants |= {"HAS_CAP": False, "HAS_WINDOW": False, "D_PADDED": head_dim, "GROUPS_PADDED": 8}
+    pointers = {"q": "*bf16", "page_table": "*i64", "seq_lens": "*i32", "starts": "*i32", "tail": "*bf16"}
+    pointers |= {"sums": "*fp32", "peaks": "*fp32"}
+    stages = attend.stages(2 * tile * head_dim, SHARED[arch])
+    options = {"num_warps": 4 if head_dim <= 256 else 8, "num_stages": stages}
+    kernel = compiled(attend.attend_split, pointers, ("scale", "softcap"), constants, arch, **options)
+    assert kernel.metadata.shared <= SHARED[arch]
+    assert spilled_bytes(kernel.asm["ptx"], arch, tmp_path) <= SPILLS.get(head_dim, 0)
+    copies = [x for x in kernel.asm["ttgir"].splitlines() if "async_copy_global_to_local" in x and "ptr<i8>" in x]
+    assert stages >= 2 and copies and all("contiguity = 16" in line for line in copies)
+
+
+@pytest.mark.skipif(interpreted.ON, reason="kernels are interpreted here")
+@pytest.mark.parametrize("arch, head_dim", [(80, 512), (90, 256), (100, 128)])
+def test_append_fits_a_device(arch, head_dim, tmp_path):
+    layout = PageLayout(HEADS, head_dim, 256, 64, "int8", torch.bfloat16)
+    pointers = {"k": "*bf16", "v": "*bf16", "tail": "*bf16", "page_table": "*i64", "seq_lens": "*i32"}
+    for function, own in (
+        (append.append_token, {"HEADS_PADDED": HEADS, "D_PADDED": head_dim, "k_dim": 1, "v_dim": 1}),
+        (append.append_chunk, {"k_dim": 1, "v_dim": 1}),
+    ):
+        kernel = compiled(function, pointers, (), sizes(layout) | {"BLOCK_D": append.BLOCK_D} | own, arch)
+        assert kernel.metadata.shared <= SHARED[arch]
+        assert spilled_bytes(kernel.asm["ptx"], arch, tmp_path) == 0
