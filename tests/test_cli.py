@@ -24,6 +24,8 @@ def test_doctor_says_what_is_there(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert torch.__version__ in out and "nothing is wrong" in out and "reference" in out
+    usable = next(line for line in out.splitlines() if " triton " in line and ("yes" in line or "no " in line))
+    assert ("yes" in usable) == torch.cuda.is_available()
 
 
 def test_doctor_says_what_is_wrong(capsys, monkeypatch):

@@ -92,8 +92,11 @@ def _kernels() -> Table:
     table = Table(title="engines and kernels", title_justify="left")
     for column in ("name", "usable", "what"):
         table.add_column(column)
+    has_triton = importlib.util.find_spec("triton") is not None
+    on_gpu = has_triton and torch.cuda.is_available()
+    why = "" if on_gpu else ": no CUDA GPU" if has_triton else ": not installed (pip install triton)"
     table.add_row("reference", "yes", "all operators in plain torch, on any device")
-    table.add_row("triton", "no", "not in this version")
+    table.add_row("triton", "yes" if on_gpu else "no", f"append, decode and chunk attention on a GPU{why}")
     for name, (module, what) in ENGINES.items():
         state = "found, not used in this version" if importlib.util.find_spec(module) else "not installed"
         table.add_row(name, "no", f"{what}: {state}")
