@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import FAMILIES, build, greedy, prompt, tuple_model
+from tiny_models import FAMILIES, LATER_CELLS, build, greedy, prompt, tuple_model
 
 import gemkv_compile
 from gemkv_compile import PagedKVTensor
@@ -26,6 +26,20 @@ def test_families_equal_eager_past_the_window(family, inner):
     out = run(model, prompt(2, 10), 64, return_dict_in_generate=True)
     assert torch.equal(out.sequences, expected)
     assert all(isinstance(layer.keys, PagedKVTensor) for layer in out.past_key_values.layers)
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("family, attention", LATER_CELLS)
+def test_later_families_equal_eager_past_the_window(family, attention, inner):
+    """Shared keys and values, two head sizes in one model, sinks."""
+    pytest.importorskip(f"transformers.models.{family}")
+    plain = build(family, attention).cuda()
+    model = gemkv_compile.compile(build(family, attention).cuda(), kv_format="model", inner=inner)
+    expected = run(plain, prompt(2, 10), 40)
+    out = run(model, prompt(2, 10), 40, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, expected)
+    layers = [layer for layer in out.past_key_values.layers if layer.keys is not None]
+    assert all(isinstance(layer.keys, PagedKVTensor) for layer in layers)
 
 
 def test_auto_is_inductor_on_a_gpu():

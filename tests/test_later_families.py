@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from tiny_models import build, prompt
+from tiny_models import LATER_CELLS, build, prompt
 
 import gemkv_compile
 from gemkv_compile import Options, PagedKVTensor
-
-CELLS = [("gemma3n", "sdpa"), ("gemma4", "sdpa"), ("gemma4", "eager"), ("gpt_oss", "eager")]
 
 
 def generate(model, ids, tokens=40):
@@ -15,7 +13,7 @@ def generate(model, ids, tokens=40):
         return model.generate(ids, max_new_tokens=tokens, do_sample=False, return_dict_in_generate=True)
 
 
-@pytest.mark.parametrize("family, attention", CELLS)
+@pytest.mark.parametrize("family, attention", LATER_CELLS)
 def test_equal_eager_past_the_window(family, attention):
     pytest.importorskip(f"transformers.models.{family}")
     model, ids = build(family, attention), prompt(2, 10)

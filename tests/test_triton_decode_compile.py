@@ -45,11 +45,11 @@ def test_in_a_process_that_compiles(tmp_path):
 
 
 @pytest.mark.skipif(interpreted.ON, reason="kernels are interpreted here")
-@pytest.mark.parametrize("arch, head_dim", [(86, 256), (90, 128), (90, 512), (100, 256)])
+@pytest.mark.parametrize("arch, head_dim", [(86, 256), (86, 512), (90, 128), (90, 512), (100, 256)])
 def test_attention_fits_a_device_and_copies_ahead(arch, head_dim, tmp_path):
     layout = PageLayout(HEADS, head_dim, 256, 64, "int8", torch.bfloat16)
     tile = attend.tile_tokens(head_dim, 2, 64)
-    absent = ("padding", "padding_batch", "padding_len", "mask", "mask_batch", "mask_head", "mask_token", "mask_len")
+    absent = [name for name in attend.attend_split.arg_names if name.startswith(("padding", "mask"))]
     constants = sizes(layout) | dict.fromkeys(absent) | {"GROUPS": GROUPS, "TILE": tile, "q_dim": 1}
     constants |= {"HAS_CAP": False, "HAS_WINDOW": False, "D_PADDED": head_dim, "GROUPS_PADDED": 8}
     pointers = {"q": "*bf16", "page_table": "*i64", "seq_lens": "*i32", "starts": "*i32", "tail": "*bf16"}
@@ -61,6 +61,19 @@ def test_attention_fits_a_device_and_copies_ahead(arch, head_dim, tmp_path):
     assert spilled_bytes(kernel.asm["ptx"], arch, tmp_path) <= SPILLS.get(head_dim, 0)
     copies = [x for x in kernel.asm["ttgir"].splitlines() if "async_copy_global_to_local" in x and "ptr<i8>" in x]
     assert stages >= 2 and copies and all("contiguity = 16" in line for line in copies)
+
+
+@pytest.mark.parametrize("shared", sorted(set(SHARED.values())))
+@pytest.mark.parametrize("element", [1, 2, 4])
+def test_tile_sizes(shared, element):
+    """Keys and values in flight, queries and weights fit any device, at every head size."""
+    for head_dim in range(16, 513, 16):
+        dim = triton.next_power_of_2(head_dim)
+        tile = attend.tile_tokens(head_dim, max(element, 2), 64)
+        step = 2 * tile * dim * element
+        stages = attend.stages(step, shared)
+        assert 16 <= tile <= 64 and 1 <= stages <= 3
+        assert (stages - 1) * step + attend.SMALL_BUFFERS <= shared
 
 
 @pytest.mark.skipif(interpreted.ON, reason="kernels are interpreted here")

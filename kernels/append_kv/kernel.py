@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -44,32 +45,35 @@ def append_kv_triton(
         "GROUP_BYTES": layout.group_bytes,
         "QUANTISED": layout.is_quantised,
     }
-    state = page_table, page_table.shape[1], seq_lens, tail
+    state = page_table, *page_table.stride(), page_table.shape[1], seq_lens, seq_lens.stride(0), tail, tail.stride(0)
     if q_len == 1:
         k_strides, v_strides = (k.stride(0), k.stride(1), k.stride(3)), (v.stride(0), v.stride(1), v.stride(3))
         padded = {"HEADS_PADDED": triton.next_power_of_2(heads), "D_PADDED": triton.next_power_of_2(dim)}
-        append_token[(batch,)](k, v, *k_strides, *v_strides, *state, **sizes, **padded, BLOCK_D=BLOCK_D)
+        with torch.cuda.device_of(k):
+            append_token[(batch,)](k, v, *k_strides, *v_strides, *state, **sizes, **padded, BLOCK_D=BLOCK_D)
         return
     # Tokens in the tail may complete one group more than the chunk alone.
     grid = triton.cdiv(q_len, layout.group_size) + 1, batch * heads, 2 * triton.cdiv(dim, BLOCK_D)
-    append_chunk[grid](k, v, *k.stride(), *v.stride(), *state, q_len, **sizes, BLOCK_D=BLOCK_D)
+    with torch.cuda.device_of(k):
+        append_chunk[grid](k, v, *k.stride(), *v.stride(), *state, q_len, **sizes, BLOCK_D=BLOCK_D)
     seq_lens.add_(q_len)
 
 
 @triton.jit
 def append_token(
-    k, v, k_batch, k_head, k_dim, v_batch, v_head, v_dim, page_table, max_pages, seq_lens, tail,
+    k, v, k_batch, k_head, k_dim, v_batch, v_head, v_dim,
+    page_table, table_batch, table_page, max_pages, seq_lens, lens_batch, tail, tail_batch,
     HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, GROUPS_PER_PAGE: tl.constexpr,
     PLANE_BYTES: tl.constexpr, GROUP_BYTES: tl.constexpr, QUANTISED: tl.constexpr,
     HEADS_PADDED: tl.constexpr, D_PADDED: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One token of one sequence: a program does all heads, so that it alone reads and advances the length."""
     row = tl.program_id(0).to(tl.int64)
-    length = tl.load(seq_lens + row)
+    length = tl.load(seq_lens + row * lens_batch)
     fill = length % GROUP
     k += row * k_batch
     v += row * v_batch
-    tail += row * 2 * HEADS * GROUP * D
+    tail += row * tail_batch
     if fill < GROUP - 1:
         head = tl.arange(0, HEADS_PADDED)[:, None].to(tl.int64)
         dim = tl.arange(0, D_PADDED)[None, :]
@@ -79,7 +83,7 @@ def append_token(
         tl.store(place + HEADS * GROUP * D, tl.load(v + head * v_head + dim * v_dim, mask=inside), mask=inside)
     else:
         group = length // GROUP
-        address = tl.load(page_table + row * max_pages + (group // GROUPS_PER_PAGE) % max_pages)
+        address = tl.load(page_table + row * table_batch + (group // GROUPS_PER_PAGE) % max_pages * table_page)
         if address != 0:
             for head in range(HEADS):
                 block = address + (head * GROUPS_PER_PAGE + group % GROUPS_PER_PAGE).to(tl.int64) * GROUP_BYTES
@@ -91,13 +95,13 @@ def append_token(
                                 first, D, GROUP, BLOCK_D)  # fmt: skip
                     _store(x, block, True, first, D, GROUP, PLANE_BYTES, QUANTISED, BLOCK_D)
     tl.debug_barrier()  # every thread has read the length
-    tl.store(seq_lens + row, length + 1)
+    tl.store(seq_lens + row * lens_batch, length + 1)
 
 
 @triton.jit
 def append_chunk(
     k, v, k_batch, k_head, k_token, k_dim, v_batch, v_head, v_token, v_dim,
-    page_table, max_pages, seq_lens, tail, q_len,
+    page_table, table_batch, table_page, max_pages, seq_lens, lens_batch, tail, tail_batch, q_len,
     HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, GROUPS_PER_PAGE: tl.constexpr,
     PLANE_BYTES: tl.constexpr, GROUP_BYTES: tl.constexpr, QUANTISED: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -107,7 +111,7 @@ def append_chunk(
     head = tl.program_id(1) % HEADS
     is_value = tl.program_id(2) % 2 == 1
     first = tl.program_id(2) // 2 * BLOCK_D
-    length = tl.load(seq_lens + row)
+    length = tl.load(seq_lens + row * lens_batch)
     fill = length % GROUP
     total = fill + q_len
     complete = total // GROUP
@@ -117,12 +121,12 @@ def append_chunk(
     else:
         new = k + row * k_batch + head * k_head
         token_stride, dim_stride = k_token, k_dim
-    rows = tail + ((row * 2 + is_value.to(tl.int64)) * HEADS + head) * GROUP * D
+    rows = tail + row * tail_batch + (is_value.to(tl.int64) * HEADS + head) * GROUP * D
     if step < complete:
         group = length // GROUP + step
         page = group // GROUPS_PER_PAGE
         newest = (length // GROUP + complete - 1) // GROUPS_PER_PAGE
-        address = tl.load(page_table + row * max_pages + page % max_pages)
+        address = tl.load(page_table + row * table_batch + page % max_pages * table_page)
         if (page > newest - max_pages) & (address != 0):
             x = _tokens(rows, new, token_stride, dim_stride, step, fill, total, first, D, GROUP, BLOCK_D)
             block = address + (head * GROUPS_PER_PAGE + group % GROUPS_PER_PAGE).to(tl.int64) * GROUP_BYTES

@@ -63,23 +63,25 @@ def attend_pages_triton(
     sums = torch.empty((batch, num_q_heads, splits, dim), dtype=torch.float32, device=q.device)
     peaks = torch.empty((2, batch, num_q_heads, splits), dtype=torch.float32, device=q.device)
     view = None if mask is None else mask.expand(batch, num_q_heads, 1, mask.shape[3])
-    attend_split[(splits, heads, batch)](
-        q, q.stride(0), q.stride(1), q.stride(3),
-        page_table, page_table.shape[1], seq_lens, starts, tail,
-        padding, 0 if padding is None else padding.stride(0), 0 if padding is None else padding.shape[1],
-        view, *((0, 0, 0, 0) if view is None else (view.stride(0), view.stride(1), view.stride(3), view.shape[3])),
-        sums, peaks, scale, softcap or 0.0, window or 0,
-        HEADS=heads, GROUPS=groups, D=dim, GROUP=layout.group_size, TILE=tile, GROUPS_PER_PAGE=layout.groups_per_page,
-        PLANE_BYTES=layout.plane_bytes, GROUP_BYTES=layout.group_bytes, QUANTISED=layout.is_quantised,
-        HAS_CAP=softcap is not None, HAS_WINDOW=window is not None,
-        D_PADDED=triton.next_power_of_2(dim), GROUPS_PADDED=max(8, triton.next_power_of_2(groups)),
-        num_warps=4 if dim <= 256 else 8,
-        num_stages=stages(2 * tile * triton.next_power_of_2(dim) * layout.element_dtype.itemsize, shared_bytes),
-    )  # fmt: skip
-    combine_splits[(num_q_heads, batch)](
-        sums, peaks, sinks, out, out.stride(0), out.stride(1), lse, splits,
-        D=dim, D_PADDED=triton.next_power_of_2(dim), SPLITS_PADDED=triton.next_power_of_2(splits), num_warps=4,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):
+        attend_split[(splits, heads, batch)](
+            q, q.stride(0), q.stride(1), q.stride(3),
+            page_table, *page_table.stride(), page_table.shape[1],
+            seq_lens, seq_lens.stride(0), starts, starts.stride(0), tail, tail.stride(0),
+            padding, *((0, 0, 0) if padding is None else (*padding.stride(), padding.shape[1])),
+            view, *((0, 0, 0, 0) if view is None else (view.stride(0), view.stride(1), view.stride(3), view.shape[3])),
+            sums, peaks, scale, softcap or 0.0, window or 0,
+            HEADS=heads, GROUPS=groups, D=dim, GROUP=layout.group_size, TILE=tile,
+            GROUPS_PER_PAGE=layout.groups_per_page, PLANE_BYTES=layout.plane_bytes, GROUP_BYTES=layout.group_bytes,
+            QUANTISED=layout.is_quantised, HAS_CAP=softcap is not None, HAS_WINDOW=window is not None,
+            D_PADDED=triton.next_power_of_2(dim), GROUPS_PADDED=max(8, triton.next_power_of_2(groups)),
+            num_warps=4 if dim <= 256 else 8,
+            num_stages=stages(2 * tile * triton.next_power_of_2(dim) * layout.element_dtype.itemsize, shared_bytes),
+        )  # fmt: skip
+        combine_splits[(num_q_heads, batch)](
+            sums, peaks, sinks, 0 if sinks is None else sinks.stride(0), out, out.stride(0), out.stride(1), lse, splits,
+            D=dim, D_PADDED=triton.next_power_of_2(dim), SPLITS_PADDED=triton.next_power_of_2(splits), num_warps=4,
+        )  # fmt: skip
     return out, lse
 
 
@@ -127,8 +129,9 @@ def _device_limits(device: torch.device) -> tuple[int, int]:
 
 @triton.jit
 def attend_split(
-    q, q_batch, q_head, q_dim, page_table, max_pages, seq_lens, starts, tail,
-    padding, padding_batch, padding_len, mask, mask_batch, mask_head, mask_token, mask_len,
+    q, q_batch, q_head, q_dim, page_table, table_batch, table_page, max_pages,
+    seq_lens, lens_batch, starts, starts_batch, tail, tail_batch,
+    padding, padding_batch, padding_token, padding_len, mask, mask_batch, mask_head, mask_token, mask_len,
     sums, peaks, scale, softcap, window,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
     GROUPS_PER_PAGE: tl.constexpr, PLANE_BYTES: tl.constexpr, GROUP_BYTES: tl.constexpr, QUANTISED: tl.constexpr,
@@ -140,8 +143,8 @@ def attend_split(
     dim = tl.arange(0, D_PADDED)
     member = tl.arange(0, GROUPS_PADDED)
     q_heads = head * GROUPS + member
-    length = tl.load(seq_lens + row)
-    low = tl.maximum(tl.load(starts + row), 0)
+    length = tl.load(seq_lens + row * lens_batch)
+    low = tl.maximum(tl.load(starts + row * starts_batch), 0)
     if HAS_WINDOW:
         low = tl.maximum(low, length - window)
     if mask is not None:
@@ -163,16 +166,17 @@ def attend_split(
     peak = tl.full([GROUPS_PADDED], LOWEST, tl.float32)
     total = tl.zeros([GROUPS_PADDED], tl.float32)
     weighted = tl.zeros([D_PADDED, GROUPS_PADDED], tl.float32)
-    table = page_table + row * max_pages
-    elsewhere = (tail + row * 2 * HEADS * GROUP * D).to(tl.int64)
+    table = page_table + row * table_batch
+    tail += row * tail_batch
+    elsewhere = tail.to(tl.int64)
     # The address is carried: a load of it in the same step would keep the loads of keys and values from overlapping.
-    address = tl.load(table + (begin // GROUPS_PER_PAGE) % max_pages, mask=begin < end, other=0)
+    address = tl.load(table + (begin // GROUPS_PER_PAGE) % max_pages * table_page, mask=begin < end, other=0)
     for step in tl.range(begin * (GROUP // TILE), end * (GROUP // TILE)):
         group = step // (GROUP // TILE)
         token = step % (GROUP // TILE) * TILE + tl.arange(0, TILE)
         exists = address != 0
         position = group * GROUP + token
-        seen = is_seen(position, low, length, padding, padding_len) & exists
+        seen = is_seen(position, low, length, padding, padding_token, padding_len) & exists
         # Masked loads would not be copied ahead, so what is absent is read from the tail, and then not used.
         block = address + (head * GROUPS_PER_PAGE + group % GROUPS_PER_PAGE).to(tl.int64) * GROUP_BYTES
         block = tl.where(exists, block, elsewhere)
@@ -208,14 +212,14 @@ def attend_split(
             weighted += part
         peak = new_peak
         following = tl.minimum((step + 1) // (GROUP // TILE), end - 1) // GROUPS_PER_PAGE
-        address = tl.load(table + following % max_pages)
+        address = tl.load(table + following % max_pages * table_page)
 
     filled = tl.where(split == splits - 1, length - last * GROUP, 0)
     for begin_of_tile in tl.range(0, filled, TILE, num_stages=1):
         token = begin_of_tile + tl.arange(0, TILE)
         position = last * GROUP + token
-        seen = is_seen(position, low, length, padding, padding_len)
-        rows = tail + (row * 2 * HEADS + head) * GROUP * D + token[:, None] * D + dim[None, :]
+        seen = is_seen(position, low, length, padding, padding_token, padding_len)
+        rows = tail + head * GROUP * D + token[:, None] * D + dim[None, :]
         shown = (dim[None, :] < D) & seen[:, None]
         product = exact_dot(tl.load(rows, mask=shown, other=0.0), query)
         scores = finish_scores(product, seen, position, length, member, mask, mask_token, mask_len, scale, softcap,

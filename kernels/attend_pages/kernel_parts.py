@@ -48,11 +48,12 @@ def exact_dot(left, right):
 
 
 @triton.jit
-def is_seen(position, low, length, padding, padding_len):
+def is_seen(position, low, length, padding, padding_token, padding_len):
     """Whether tokens [GROUP] exist and are not padding."""
     seen = (position >= low) & (position < length)
     if padding is not None:
-        seen = seen & (tl.load(padding + position, mask=seen & (position < padding_len), other=0) != 0)
+        place = padding + position.to(tl.int64) * padding_token
+        seen = seen & (tl.load(place, mask=seen & (position < padding_len), other=0) != 0)
     return seen
 
 
@@ -78,7 +79,7 @@ def finish_scores(product, seen, position, length, member, mask, mask_token, mas
 
 @triton.jit
 def combine_splits(
-    sums, peaks, sinks, out, out_batch, out_head, lse, splits,
+    sums, peaks, sinks, sink_head, out, out_batch, out_head, lse, splits,
     D: tl.constexpr, D_PADDED: tl.constexpr, SPLITS_PADDED: tl.constexpr,
 ):  # fmt: skip
     """Add the shares of one query head, each on the scale of its own peak."""
@@ -91,7 +92,7 @@ def combine_splits(
     peak = tl.where(total > 0.0, peak, LOWEST)
     highest = tl.max(peak, 0)
     if sinks is not None:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        sink = tl.load(sinks + head * sink_head).to(tl.float32) * LOG2_E
         highest = tl.maximum(highest, sink)
     factor = tl.where(total > 0.0, tl.exp2(peak - highest), 0.0)
     whole = tl.sum(total * factor, 0)

@@ -88,6 +88,7 @@ def gpt_oss(**changes):
 
 
 LATER_FAMILIES = {f.__name__: f for f in (gemma3n, gemma4, gpt_oss)}
+LATER_CELLS = [("gemma3n", "sdpa"), ("gemma4", "sdpa"), ("gemma4", "eager"), ("gpt_oss", "eager")]
 FAMILIES = {f.__name__: f for f in (gemma1, gemma2, gemma3, llama, qwen3, mistral)}
 
 

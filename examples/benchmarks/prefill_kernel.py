@@ -1,0 +1,134 @@
+"""Attention of a prompt on a GPU, TFLOPS, beside FlashAttention-2, cuDNN, FlexAttention and FlashAttention-3 in bf16.
+
+    python prefill_kernel.py [--quick]
+
+Causal; ours is `attend_chunk` over an empty cache. Operations are counted once for each pair of a query and a key that it
+sees: 4 * head_dim. The error is the largest one of the last 256 queries against float64, over the largest number there.
+Medians; FlashAttention-3 if `fa3_fwd_interface` is installed.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from harness import median_us, save
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gemkv_compile.kernels.attend_chunk.kernel import attend_chunk_triton
+from gemkv_compile.kernels.layout import PageLayout
+
+SHAPES = [  # batch, query heads, K/V heads, head size, tokens, window
+    (1, 32, 8, 128, 8192, None),
+    (1, 32, 8, 128, 32768, None),
+    (1, 16, 8, 256, 8192, None),
+    (1, 8, 4, 256, 32768, None),
+    (4, 4, 1, 256, 8192, None),
+    (1, 8, 4, 256, 32768, 1024),
+    (1, 8, 4, 512, 8192, None),
+]
+CHECKED = 256  # queries
+
+
+def visible_pairs(tokens: int, window: int | None) -> int:
+    """Pairs of a query and a key that it sees."""
+    window = min(window or tokens, tokens)
+    return window * (window + 1) // 2 + (tokens - window) * window
+
+
+def measure(shape: tuple[int, int, int, int, int, int | None]) -> dict[str, Any]:
+    """One row: TFLOPS by kernel, and errors."""
+    batch, q_heads, heads, dim, tokens, window = shape
+    q, k, v = (
+        torch.randn(batch, tokens, count, dim, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+        for count in (q_heads, heads, heads)
+    )
+    flops = 4 * dim * batch * q_heads * visible_pairs(tokens, window)
+    row: dict[str, Any] = {"batch": batch, "q_heads": q_heads, "kv_heads": heads, "head_dim": dim, "tokens": tokens}
+    row["window"], exact = window, exact_tail(q, k, v, window)
+    for name, run in {**peers(q, k, v, window), "gemkv": ours(q, k, v, window)}.items():
+        try:
+            error = (run()[:, :, -CHECKED:].double() - exact).abs().max() / exact.abs().max()
+            row[f"{name}_us"] = median_us(run)
+        except Exception as failure:
+            row[f"{name}_failed"] = f"{type(failure).__name__}: {failure}"[:120]
+            continue
+        row[f"{name}_tflops"], row[f"{name}_error"] = flops / row[f"{name}_us"] / 1e6, error.item()
+    return row
+
+
+def exact_tail(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Attention of the last queries in float64, [B, Hq, 256, D]."""
+    tokens = q.shape[2]
+    query = torch.arange(tokens - CHECKED, tokens, device=q.device)[:, None]
+    key = torch.arange(tokens, device=q.device)[None]
+    seen = (key <= query) & (key > query - (window or tokens))
+    rows = (x.double() for x in (q[:, :, -CHECKED:], k, v))
+    return F.scaled_dot_product_attention(*rows, attn_mask=seen, enable_gqa=True)
+
+
+def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> Any:
+    batch, heads, _, dim = k.shape
+    layout = PageLayout(heads, dim, 256, 64, "int8", torch.bfloat16)
+    table = torch.zeros(batch, 0, dtype=torch.int64, device="cuda")
+    lengths = torch.zeros(batch, dtype=torch.int32, device="cuda")
+    tail = torch.zeros(batch, 2, heads, 64, dim, dtype=torch.bfloat16, device="cuda")
+    rules = None, None, None, dim**-0.5, None, True, window
+    return lambda: attend_chunk_triton(q, k, v, table, lengths, lengths, tail, *rules, layout)[0]
+
+
+def peers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> dict[str, Any]:
+    def sdpa(backend: SDPBackend) -> Any:
+        def run() -> torch.Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+        return run
+
+    found: dict[str, Any] = {}
+    if window is None:
+        found = {"fa2": sdpa(SDPBackend.FLASH_ATTENTION), "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION)}
+    found["flex"] = flex(q, k, v, window)
+    try:
+        from fa3_fwd_interface import flash_attn_func
+    except ImportError:
+        return found
+    rows = [x.transpose(1, 2) for x in (q, k, v)]
+    sizes = (-1, -1) if window is None else (window - 1, 0)
+    found["fa3"] = lambda: first(flash_attn_func(*rows, causal=True, window_size=sizes)).transpose(1, 2)
+    return found
+
+
+def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    tokens = q.shape[2]
+    reach = window or tokens
+
+    def rule(b: Any, h: Any, query: Any, key: Any) -> Any:
+        return (query >= key) & (query - key < reach)
+
+    mask = create_block_mask(rule, None, None, tokens, tokens, device="cuda")
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True)
+
+
+def first(result: Any) -> torch.Tensor:
+    out: torch.Tensor = result[0] if isinstance(result, tuple) else result
+    return out
+
+
+def main() -> None:
+    rows = []
+    for shape in SHAPES[:1] + SHAPES[3:4] if "--quick" in sys.argv else SHAPES:
+        torch._dynamo.reset()
+        rows.append(measure(shape))
+        torch.cuda.empty_cache()
+        print({key: round(x, 5) if isinstance(x, float) else x for key, x in rows[-1].items()}, flush=True)
+    save("prefill_kernel", rows)
+
+
+if __name__ == "__main__":
+    main()

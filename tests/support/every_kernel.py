@@ -1,0 +1,34 @@
+"""Every kernel once on a GPU, with mixed head sizes, formats and rules: what compute-sanitizer watches."""
+
+import paged_cases as cases
+import torch
+from triton_devices import to_device
+
+from gemkv_compile.kernels.append_kv.kernel import append_kv_triton
+from gemkv_compile.kernels.attend_chunk.kernel import attend_chunk_triton
+from gemkv_compile.kernels.attend_pages.kernel import attend_pages_triton
+
+SHAPES = [(64, 2, 4), (80, 1, 3), (256, 1, 2), (512, 1, 1)]  # head size, K/V heads, query heads of each
+CHUNKS = (1, 70)
+
+
+def main():
+    for head_dim, heads, groups in SHAPES:
+        for kv_format in ("int8", "model"):
+            cache = cases.PagedCache(2, heads, head_dim, 64, 64, kv_format, torch.bfloat16, 4).fill([130, 63])
+            table, lengths, starts, tail = to_device(cache, "cuda")
+            padding = torch.ones(2, 300, dtype=torch.bool, device="cuda")
+            padding[:, :5] = False
+            for q_len in CHUNKS:
+                k, v = (cases.normal(2, heads, q_len, head_dim, dtype=torch.bfloat16).cuda() for _ in range(2))
+                q = cases.normal(2, heads * groups, q_len, head_dim, dtype=torch.bfloat16).cuda()
+                state = table, lengths, starts, tail, padding, None, None, 0.1
+                attend_chunk_triton(q, k, v, *state, None, True, 100, cache.layout)
+                append_kv_triton(k, v, table, lengths, tail, cache.layout)
+                attend_pages_triton(q[:, :, :1], *state, 30.0, 100, cache.layout)
+    torch.cuda.synchronize()
+    print("every kernel ran")
+
+
+if __name__ == "__main__":
+    main()
