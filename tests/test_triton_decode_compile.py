@@ -29,11 +29,11 @@ def sizes(layout):
 
 
 def compiled(function, pointers, floats, constants, arch, **options):
-    """A kernel for aligned pointers; every other argument is an int32."""
+    """A kernel for aligned pointers and tails; every other argument is an int32."""
     names = function.arg_names
     kinds = pointers | dict.fromkeys(floats, "fp32") | dict.fromkeys(constants, "constexpr")
     signature = {name: kinds.get(name, "i32") for name in names}
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, "tail_batch")}
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(function, signature, values, attributes)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

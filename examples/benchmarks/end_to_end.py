@@ -156,6 +156,9 @@ def main() -> None:
     parser.add_argument("--child", nargs=3, metavar=("MODEL", "MODE", "FILE"), help=argparse.SUPPRESS)
     parser.add_argument("--only-compile", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("end_to_end needs a GPU: left out")
+        return
     if arguments.child:
         name, mode, out = arguments.child
         row = measure(name, mode, arguments.batch, arguments.tokens, arguments.only_compile)

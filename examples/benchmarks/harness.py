@@ -31,6 +31,19 @@ def median_us(run: Callable[[], Any], warm_up_ms: int = 25, measure_ms: int = 60
     return 1e3 * do_bench(run, warmup=warm_up_ms, rep=measure_ms, return_mode="median")
 
 
+def device_us(run: Callable[[], Any], names: tuple[str, ...], calls: int = 10) -> dict[str, float]:
+    """Time on the device of kernels by name, microseconds a call of `run`: without gaps between launches."""
+    from torch.profiler import ProfilerActivity, profile
+
+    run()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(calls):
+            run()
+        torch.cuda.synchronize()
+    events = seen.key_averages()
+    return {name: sum(one.device_time_total for one in events if name in one.key) / calls for name in names}
+
+
 def peers_named() -> tuple[str, ...]:
     """bf16 attention that our kernels are measured against."""
     return ("fa2", "cudnn", "fa3")

@@ -2,8 +2,8 @@
 
     python prefill_kernel.py [--quick]
 
-Causal; ours is `attend_chunk` over an empty cache. Operations are counted once for each pair of a query and a key that it
-sees: 4 * head_dim. The error is the largest one of the last 256 queries against float64, over the largest number there.
+Causal; ours is `attend_chunk` over an empty cache. Operations are counted once for each pair of a query and a key that
+it sees: 4 * head_dim. The error is the largest of the last 256 queries against float64, over the largest number there.
 Medians; FlashAttention-3 if `fa3_fwd_interface` is installed.
 """
 
@@ -121,6 +121,9 @@ def first(result: Any) -> torch.Tensor:
 
 
 def main() -> None:
+    if not torch.cuda.is_available():
+        print("prefill_kernel needs a GPU: left out")
+        return
     rows = []
     for shape in SHAPES[:1] + SHAPES[3:4] if "--quick" in sys.argv else SHAPES:
         torch._dynamo.reset()

@@ -1,14 +1,15 @@
-"""README tables from results/*.json: `python tables.py` writes them, `python tables.py --check` compares."""
+"""Tables of the README and DESIGN.md from results/*.json: `python tables.py` writes, `tables.py --check` compares."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-README = HERE.parent.parent / "README.md"
+ROOT = HERE.parent.parent
 
 
 def kv_memory(result: dict[str, Any]) -> str:
@@ -40,30 +41,134 @@ def decode_kernel(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def prefill_kernel(result: dict[str, Any]) -> str:
+    """TFLOPS of a prompt's attention, by shape."""
+    lines = [
+        "| batch | query, K/V heads | head size | tokens | window | FA2 | cuDNN | Flex | FA3 | gemkv | of FA3 |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in result["rows"]:
+        shape = f"{row['batch']} | {row['q_heads']}, {row['kv_heads']} | {row['head_dim']} | {row['tokens']}"
+        rates = {name: row.get(f"{name}_tflops") for name in ("fa2", "cudnn", "flex", "fa3", "gemkv")}
+        cells = " | ".join("-" if rate is None else f"{rate:.0f}" for rate in rates.values())
+        share = "-" if rates["fa3"] is None else f"{rates['gemkv'] / rates['fa3']:.2f}"
+        lines.append(f"| {shape} | {row['window'] or '-'} | {cells} | {share} |")
+    return "\n".join(lines)
+
+
+MODES = {
+    "dynamic": "DynamicCache, eager",
+    "inductor": "DynamicCache, Inductor",
+    "static": "StaticCache, generate's own compile",
+    "quantized": "QuantizedCache, quanto int4",
+    "gemkv": "**gemkv**, int8",
+}
+
+
+def end_to_end(result: dict[str, Any]) -> str:
+    """First token, step and peaks by model and mode; ours also as a ratio to the best other mode."""
+    lines = [
+        "| model, prompt | mode | first token, ms | step, ms | peak of the prompt, GiB | peak while decoding, GiB |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for row in result["rows"]:
+        start = f"| {row['model']}, {row['batch']} x {row['tokens']} | {MODES[row['mode']]}"
+        if "failed" in row:
+            lines.append(f"{start} | {row['failed']} | | | |")
+            continue
+        same = [r for r in result["rows"] if all(r[k] == row[k] for k in ("model", "batch", "tokens"))]
+        cells = []
+        for key, form in (("first_token_ms", ".0f"), ("step_ms", ".1f"), ("peak_gib", ".2f"), ("decoding_gib", ".2f")):
+            best = min(r[key] for r in same if key in r and r["mode"] != "gemkv")
+            cells.append(f"{row[key]:{form}}" + (f" ({row[key] / best:.2f}x)" if row["mode"] == "gemkv" else ""))
+        lines.append(f"{start} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def fidelity(result: dict[str, Any]) -> str:
+    """What a format changes in text, by model and prompt, with 95% intervals."""
+    lines = [
+        "| model | prompt | format | tokens | perplexity, % | KL, 1e-6 nat | new top-1, % | needles |",
+        "|---|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    for run in result["rows"]:
+        found = {name: [c for c in run["needles"] if c["format"] == name] for name in run["about"]["formats"]}
+        for row in run["rows"]:
+            if row["format"] == run["about"]["formats"][0]:
+                continue
+            cells = found[row["format"]] if row["prompt"] is None else []
+            needles = f"{sum(c['found'] for c in cells)}/{sum(c['asked'] for c in cells)}" if cells else ""
+            ratio = _interval(row["ratio"], lambda x: f"{100 * (x - 1):+.2f}")
+            kl = _interval(row["kl"], lambda x: f"{1e6 * x:.1f}")
+            new = _interval(row["differs"], lambda x: f"{100 * x:.2f}")
+            start = f"| {run['about']['model']} | {row['prompt'] or 'all'} | {row['format']} | {row['tokens']}"
+            lines.append(f"{start} | {ratio} | {kl} | {new} | {needles} |")
+    return "\n".join(lines)
+
+
+def int8_forms(result: dict[str, Any]) -> str:
+    """KL and disagreement by way of scaling."""
+    models = list(dict.fromkeys(row["model"] for row in result["rows"]))
+    lines = [
+        "| scale and zero-point | " + " | ".join(f"{model}: KL, 1e-6 nat | new top-1, %" for model in models) + " |",
+        "|---|" + "---:|---:|" * len(models),
+    ]
+    for form in dict.fromkeys(row["form"] for row in result["rows"]):
+        cells = []
+        for model in models:
+            (row,) = (r for r in result["rows"] if (r["model"], r["form"]) == (model, form))
+            kl, new = (dict(zip(("value", "low", "high"), row[key], strict=True)) for key in ("kl", "differs"))
+            cells += [_interval(kl, lambda x: f"{1e6 * x:.3g}"), _interval(new, lambda x: f"{100 * x:.2f}")]
+        lines.append(f"| {form} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _interval(estimate: dict[str, float], show: Callable[[float], str]) -> str:
+    return f"{show(estimate['value'])} [{show(estimate['low'])}, {show(estimate['high'])}]"
+
+
 COLUMNS = ("fa2", "cudnn", "fa3", "int8")
-TABLES = {"kv_memory": (kv_memory, "MB"), "decode_kernel": (decode_kernel, "median microseconds")}
+TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str, str]] = {  # how, unit, where
+    "kv_memory": (kv_memory, "MB", "README.md"),
+    "end_to_end": (end_to_end, "medians", "README.md"),
+    "fidelity": (fidelity, "95% intervals", "README.md"),
+    "decode_kernel": (decode_kernel, "median microseconds", "README.md"),
+    "prefill_kernel": (prefill_kernel, "TFLOPS of medians", "README.md"),
+    "int8_forms": (int8_forms, "95% intervals", "DESIGN.md"),
+}
 
 
-def rendered(readme: str) -> str:
-    """The README with every table made anew."""
-    for name, (render, unit) in TABLES.items():
+def rendered(text: str, file: str) -> str:
+    """A document with every table of its own made anew.
+
+    Raises:
+        ValueError: it lacks the marks of a table.
+    """
+    for name, (render, unit, where) in TABLES.items():
+        if where != file:
+            continue
         result = json.loads((HERE / "results" / f"{name}.json").read_text())
         about = result["about"]
         note = f"{unit}; {about['device']}, torch {about['torch']}, {about['date']}, commit {about['commit']}"
-        head, _, rest = readme.partition(f"<!-- {name} -->\n")
-        _, _, tail = rest.partition(f"<!-- /{name} -->")
-        readme = f"{head}<!-- {name} -->\n{render(result)}\n\n({note})\n<!-- /{name} -->{tail}"
-    return readme
+        head, begin, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, tail = rest.partition(f"<!-- /{name} -->")
+        if not begin or not end:
+            raise ValueError(f"{file} has no <!-- {name} --> ... <!-- /{name} -->.")
+        text = f"{head}{begin}{render(result)}\n\n({note})\n{end}{tail}"
+    return text
 
 
 def main() -> int:
     """Write or check; returns the exit status."""
-    before = README.read_text()
-    after = rendered(before)
-    if "--check" in sys.argv:
-        return int(before != after)
-    README.write_text(after)
-    return 0
+    status = 0
+    for file in dict.fromkeys(where for _, _, where in TABLES.values()):
+        before = (ROOT / file).read_text()
+        after = rendered(before, file)
+        if "--check" in sys.argv:
+            status |= int(before != after)
+        else:
+            (ROOT / file).write_text(after)
+    return status
 
 
 if __name__ == "__main__":

@@ -72,11 +72,13 @@ def dense_cache(config: Any, form: Format) -> Any:
 
     class StoredCache(DynamicCache):
         def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+            keep_keys, keep_values = form.stores
             if key_states.shape[-2] == 1:
-                return super().update(form.store(key_states), form.store(value_states), layer_idx, *args, **kwargs)
+                rows = keep_keys(key_states), keep_values(value_states)
+                return super().update(*rows, layer_idx, *args, **kwargs)
             seen = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             held: Any = self.layers[layer_idx]
-            held.keys, held.values = form.store(held.keys), form.store(held.values)
+            held.keys, held.values = keep_keys(held.keys), keep_values(held.values)
             return seen
 
     return StoredCache(config=config) if form.group == 1 else DynamicCache(config=config)

@@ -29,14 +29,21 @@ class Format:
     Args:
         name: Its name in tables.
         group: Tokens that are stored together, once the last of them is there; until then they are read exactly.
-        store: Maps rows [..., n * group, head_dim] to what reading them back gives, same shape and dtype.
+        store: Maps keys [..., n * group, head_dim] to what reading them back gives, same shape and dtype.
+        store_values: The same for values; None: as keys.
         written_out: Attention is matmul, softmax, matmul instead of the fused operator.
     """
 
     name: str
     group: int
     store: Callable[[Tensor], Tensor]
+    store_values: Callable[[Tensor], Tensor] | None = None
     written_out: bool = False
+
+    @property
+    def stores(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        """What keeps keys, and what keeps values."""
+        return self.store, self.store_values or self.store
 
 
 def as_is(rows: Tensor) -> Tensor:
