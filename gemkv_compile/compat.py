@@ -130,6 +130,31 @@ def dynamic_fake_tensor(
             return torch.empty((*leading, size), dtype=dtype, device=device)
 
 
+def rebased_symint(value: torch.SymInt, bound: set[Any], mode: Any, name: str) -> torch.SymInt:
+    """An example value for a SymInt input of a graph that has lost other inputs.
+
+    A guard may have replaced the symbol of an input by that of another one. Inductor binds the input's own symbol and
+    computes with what replaced it, which nothing defines once the other input is gone.
+
+    Args:
+        value: The input's value.
+        bound: Symbols that the sizes of the remaining inputs define.
+        mode: The FakeTensorMode of the graph.
+        name: What messages call the input.
+    Returns:
+        `value` if it is its own symbol or all symbols in it are bound; the symbol that replaced its own; or, if that
+        is a formula, a new symbol.
+    """
+    node = value.node
+    if node.maybe_as_int() is not None or node._expr == node.expr or node.expr.free_symbols <= bound:
+        return value
+    if node.expr.is_Symbol:
+        rebased: torch.SymInt = node.shape_env.create_symintnode(node.expr, hint=node.hint)
+        return rebased
+    fresh: Any = dynamic_fake_tensor(mode, (), max(node.hint, 2), torch.bool, torch.device("cpu"), name).shape[0]
+    return fresh  # type: ignore[no-any-return]
+
+
 def is_tracing_aten() -> bool:
     """Whether operations are being recorded into an ATen graph (AOTAutograd, make_fx, export)."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode

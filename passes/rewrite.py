@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from gemkv_compile.compat import dynamic_fake_tensor, fake_mode_of
+from gemkv_compile.compat import dynamic_fake_tensor, expr_of, fake_mode_of, rebased_symint
 from gemkv_compile.kernels import ops  # noqa: F401  (registers the operators)
 from gemkv_compile.kernels.layout import FIRST_MAX_PAGES
 from gemkv_compile.kernels.results import empty_results
@@ -284,7 +284,12 @@ def _keep_used_inputs(graph: Graph, build: _Builder) -> tuple[tuple[Any, ...], t
         elif not node.users:
             graph.erase_node(node)
     inputs, examples = [], []
+    mode = fake_mode_of(tensors)
+    bound = {expr_of(size) for v in tensors if isinstance(v, torch.Tensor) for size in v.shape}
     for node in (n for n in graph.nodes if n.op == "placeholder"):
         inputs.append(build.sources.get(node) or Argument(build.placeholders.index(node)))
-        examples.append(value_of(node))
+        value = value_of(node)
+        if isinstance(value, torch.SymInt):
+            node.meta["example_value"] = value = rebased_symint(value, bound, mode, node.name)
+        examples.append(value)
     return tuple(inputs), tuple(examples)

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from attention_cases import inputs, sdpa, tree_close
 from tiny_models import TupleModel, build, generated, prompt
 
@@ -111,6 +112,35 @@ def test_without_attention_it_is_the_inner_compiler():
 def test_inner_compilers(inner):
     out = gemkv_compile.compile(sdpa, kv_format="model", inner=inner)(*inputs())
     tree_close(out, sdpa(*inputs()), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("relation", [lambda n, rows: n == rows, lambda n, rows: 3 * rows == n], ids=["same", "triple"])
+@pytest.mark.parametrize("inner", ["inductor", "eager"])
+def test_a_length_beside_the_cache(inner, relation):
+    """A guard ties an int to the past's length, and the past is no input of the rewritten graph any more."""
+    factor = 1 if relation(1, 1) else 3
+
+    def attend(q, k, v, past, length):
+        if not relation(length, past[0].shape[2]):
+            raise AssertionError
+        keys, values = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        shifted = q + (torch.arange(q.shape[2]) + length)[:, None]
+        out = F.scaled_dot_product_attention(shifted, keys, values, scale=0.1)
+        return out * length, (keys, values)
+
+    def row():
+        return torch.randn(1, 2, 1, 16)
+
+    compiled = gemkv_compile.compile(attend, kv_format="model", inner=inner, strict=True)
+    past = torch.randn(2, 1, 2, 9, 16).unbind()
+    seen = past
+    for length in range(9 * factor, 14 * factor, factor):
+        arguments = row(), row(), row()
+        expected, past = attend(*arguments, past, length)
+        out, seen = compiled(*arguments, seen, length)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    assert is_paged((out, seen))
 
 
 @torch.no_grad()
