@@ -28,7 +28,7 @@ REASONS = {
     "inside_higher_order_op": "the attention is in the body of a higher-order operator, such as checkpoint",
     "attention_not_recognised": "a cache is updated, and no known attention reads it",
     "attention_weights_used": "the attention weights themselves are used",
-    "query_rows_differ": "queries and new keys are not the same tokens",
+    "query_rows_differ": "queries are not those of the newest tokens",
     "dtype_differs": "query, keys, values and past differ in dtype or device",
     "heads_unsupported": "the query heads do not share the key/value heads evenly, or more than 16 share one",
     "head_dim_unsupported": "the head size is not constant",

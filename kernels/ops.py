@@ -148,11 +148,12 @@ def attend_chunk(
     kv_format: str,
     version: str,
 ) -> tuple[Tensor, Tensor]:
-    """Attend Q new queries to the cache and to their own keys, before `append_kv` of these keys.
+    """Attend new queries to the cache and to the keys of their chunk, before `append_kv` of these keys.
 
     Args:
-        q: Queries of tokens seq_len .. seq_len + Q - 1, [B, Hq, Q, D], model dtype, any strides.
-        k, v: Keys and values of the same tokens, [B, Hkv, Q, D], in model precision.
+        q: Queries of the last Q tokens of the chunk, [B, Hq, Q, D], model dtype, any strides.
+        k, v: Keys and values of the chunk's tokens seq_len .. seq_len + N - 1, [B, Hkv, N, D], N >= Q, in model
+            precision.
         causal: A query attends to no token after its own.
         window: A query attends to no token `window` or more before its own.
     Returns:
@@ -162,7 +163,7 @@ def attend_chunk(
     """
     layout = check_state(page_table, seq_lens, tail, page_size, kv_format)
     check_keys(k, v, tail)
-    check_queries(q, k.shape[2], tail, starts, sinks)
+    check_queries(q, min(q.shape[2:3] + k.shape[2:3]), tail, starts, sinks)
     check_masks(q, padding, mask)
     check_scores(softcap, window)
     return implementation("attend_chunk", q.device)(

@@ -98,7 +98,7 @@ def _judge(cache: Cache, placeholders: list[Node], facts: Facts, proofs: dict[An
     is_decode = static_int(new[2]) == 1
     reads: list[Read] = []
     for attention in cache.readers:
-        read = _read(cache, attention, new[2], keep, is_decode, proofs)
+        read = _read(cache, attention, keep, is_decode, proofs)
         if isinstance(read, Refusal):
             return read
         reads.append(read)
@@ -189,18 +189,22 @@ def _check_types(cache: Cache, new: tuple[Any, ...]) -> Refusal | None:
             return Refusal(
                 "heads_unsupported", f"{q_heads} query heads do not share {heads} key/value heads.", reader.node
             )
-        expected, result = (batch, q_heads, rows, dim), value_of(reader.node)
+        tokens, result = query.shape[2], value_of(reader.node)
+        expected = (batch, q_heads, tokens, dim)
         for shape in (query.shape, result.shape):
             if len(shape) != 4 or not all(same_size(a, b) for a, b in zip(expected, shape, strict=True)):
                 sentence = "query, result and new keys differ in batch, heads, tokens or head size."
                 return Refusal("query_rows_differ", sentence, reader.node)
+        if not is_known(sympy.Le(expr_of(tokens), expr_of(rows)), tokens, rows):
+            sentence = f"there are {tokens} queries for {rows} new keys, which are not known to be as many or more."
+            return Refusal("query_rows_differ", sentence, reader.node)
     return None
 
 
 def _read(
-    cache: Cache, attention: Attention, q_len: Any, keep: int | None, is_decode: bool, proofs: dict[Any, Any]
+    cache: Cache, attention: Attention, keep: int | None, is_decode: bool, proofs: dict[Any, Any]
 ) -> Read | Refusal:
-    kv_len = value_of(attention.keys).shape[2]
+    q_len, kv_len = value_of(attention.query).shape[2], value_of(attention.keys).shape[2]
     key = (attention.mask, attention.is_causal, expr_of(q_len), expr_of(kv_len))
     if key not in proofs:
         proofs[key] = _prove(attention, q_len, kv_len)

@@ -34,7 +34,7 @@ def test_later_families_equal_eager_past_the_window(family, attention, inner):
     """Shared keys and values, two head sizes in one model, sinks."""
     pytest.importorskip(f"transformers.models.{family}")
     plain = build(family, attention).cuda()
-    model = gemkv_compile.compile(build(family, attention).cuda(), kv_format="model", inner=inner)
+    model = gemkv_compile.compile(build(family, attention).cuda(), kv_format="model", inner=inner, strict=True)
     expected = run(plain, prompt(2, 10), 40)
     out = run(model, prompt(2, 10), 40, return_dict_in_generate=True)
     assert torch.equal(out.sequences, expected)

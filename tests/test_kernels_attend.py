@@ -245,12 +245,13 @@ def test_any_case(data):
     cache.fill(draw(st.lists(st.integers(0, 70), min_size=batch, max_size=batch)), seed=draw(st.integers(0, 3)))
     cache.starts.copy_(torch.tensor(draw(st.lists(st.integers(0, 20), min_size=batch, max_size=batch))))
     q_len = draw(st.integers(1, 20))
-    for new, count in ((0, 1), (q_len, q_len)):
+    for new, count in ((0, 1), (q_len, draw(st.integers(1, q_len)))):
         rules = every_rule(cache, heads * groups, count, new)
         rules["window"] = draw(st.integers(1, 80))
         rules = {name: rule for name, rule in rules.items() if draw(st.booleans())}
         if new:
-            check_chunk(cache, *chunk(cache, groups, q_len), causal=draw(st.booleans()), **rules)
+            q, k, v = chunk(cache, groups, q_len)
+            check_chunk(cache, q[:, :, -count:], k, v, causal=draw(st.booleans()), **rules)
         else:
             check_pages(cache, cases.normal(batch, heads * groups, 1, 16, dtype=dtype), **rules)
 
@@ -424,6 +425,18 @@ def check_gradients(cache, new, **rules):
 def test_gradients(kv_format, lengths, causal):
     cache = cases.PagedCache(2, 2, 16, 64, 32, kv_format).fill(lengths)
     check_gradients(cache, chunk(cache, 2, 9), causal=causal)
+
+
+@pytest.mark.parametrize("causal, window", [(True, None), (True, 12), (False, None), (False, 40), (True, 700)])
+@pytest.mark.parametrize("new, queries", [(9, 1), (70, 33), (600, 530), (600, 1)])
+def test_queries_of_the_last_tokens_only(new, queries, causal, window):
+    """Every key of a chunk is new, and only its last tokens ask (Gemma 4's sharing layers before the last logits)."""
+    cache = cases.PagedCache(2, 2, 16, 64, 32, max_pages=8).fill([100, 31])
+    q, k, v = chunk(cache, 2, new)
+    check_gradients(cache, [q[:, :, -queries:], k, v], causal=causal, window=window)
+    check_chunk(cache, q[:, :, -queries:].detach(), k.detach(), v.detach(), causal=causal, window=window)
+    rules = every_rule(cache, 4, queries, new) | {"causal": causal, "window": window}
+    check_chunk(cache, q[:, :, -queries:].detach(), k.detach(), v.detach(), **rules)
 
 
 @pytest.mark.parametrize("rule", ["padding", "mask", "sinks", "softcap", "window", "all"])

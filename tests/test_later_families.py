@@ -18,9 +18,7 @@ def test_equal_eager_past_the_window(family, attention):
     pytest.importorskip(f"transformers.models.{family}")
     model, ids = build(family, attention), prompt(2, 10)
     expected = generate(model, ids).sequences
-    # With the last logits only, Gemma 4's sharing layers attend to a prompt with one query, which is kept.
-    strict = family != "gemma4"
-    compiled = generate(gemkv_compile.compile(model, kv_format="model", strict=strict), ids)
+    compiled = generate(gemkv_compile.compile(model, kv_format="model", strict=True), ids)
     assert torch.equal(compiled.sequences, expected)
     layers = [layer for layer in compiled.past_key_values.layers if layer.keys is not None]
     assert all(isinstance(layer.keys, PagedKVTensor) for layer in layers)

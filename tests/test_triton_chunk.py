@@ -72,6 +72,17 @@ def test_windows(device, causal, window):
 
 
 @devices
+@pytest.mark.parametrize("causal, window", [(True, None), (True, 33), (False, 100)])
+@pytest.mark.parametrize("new, queries", [(70, 1), (101, 47)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_queries_of_the_last_tokens_only(device, causal, window, new, queries, masked):
+    cache = cases.PagedCache(2, 1, 16, 128, 64).fill([150, 31])
+    q, k, v = chunk(cache, 1, new)
+    mask = cases.normal(2, 1, queries, 120, seed="mask") if masked else None
+    check(cache, device, (q[:, :, -queries:], k, v), causal=causal, window=window, mask=mask)
+
+
+@devices
 @pytest.mark.parametrize("causal, window", [(True, None), (True, 90), (False, 150)])
 def test_large_tiles(device, causal, window):
     cache = cases.PagedCache(2, 1, 64, 256, 64, "int8", torch.float16).fill([300, 64])

@@ -58,7 +58,8 @@ def attend_chunk_backward_reference(
 
     Source: weights recomputed from lse tile by tile, FlashAttention, arXiv:2205.14135, section 3.
     """
-    chunk = Chunk(q, page_table, seq_lens, starts, tail, padding, mask, scale, softcap, causal, window, layout)
+    rules = padding, mask, scale, softcap, causal, window, layout
+    chunk = Chunk(q, k.shape[2], page_table, seq_lens, starts, tail, *rules)
     gradients = _Gradients(chunk, grad_out, grad_lse, out, lse)
     grad_query = torch.zeros_like(chunk.query)
     grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))

@@ -52,11 +52,11 @@ def tiles(head_dim: int, shared_bytes: int, element_bytes: int) -> Tiles:
     return Tiles(64, 32, 8, 2) if large else Tiles(32, 32, 8, 2) if medium else Tiles(32, 16, 8, 1)
 
 
-@triton.jit(do_not_specialize=["window", "q_len", "max_pages", "padding_len", "mask_len"])
+@triton.jit(do_not_specialize=["window", "q_len", "new_len", "max_pages", "padding_len", "mask_len"])
 def attend_chunk_kernel(
     q, k, v, page_table, seq_lens, starts, tail, padding, mask, sinks, out, lse,
     q_s, k_s, v_s, table_s, lens_s, starts_s, tail_s, padding_s, mask_s, sinks_s, out_s, lse_s,
-    scales, window, q_len, groups, max_pages, padding_len, mask_len, F: tl.constexpr,
+    scales, window, q_len, new_len, groups, max_pages, padding_len, mask_len, F: tl.constexpr,
 ):  # fmt: skip
     """Tensors as in `gemkv_compile.kernels.ops.attend_chunk`, and their strides; the rest of `attend_chunk_triton`.
 
@@ -73,7 +73,8 @@ def attend_chunk_kernel(
     start = tl.maximum(tl.load(starts + row * starts_s[0]), 0)
     begin_m, end_m = block * BLOCK_M, tl.minimum(block * BLOCK_M + BLOCK_M, q_len)
     m, d = begin_m + tl.arange(0, BLOCK_M), tl.arange(0, DIM)
-    first, last = length + begin_m, length + end_m - 1
+    ahead = new_len - q_len  # the chunk's tokens before the first that has a query
+    first, last = length + ahead + begin_m, length + ahead + end_m - 1
     inside = (m < q_len)[:, None] & (d < F.head_dim)[None, :]
     rows = m.to(tl.int64)
     queries = tl.load(
@@ -83,7 +84,7 @@ def attend_chunk_kernel(
     )
 
     # No query of the tile sees a token before low; every query sees the tokens from full on, as far as rules go.
-    low, full, mask_begin = start, start, length + q_len - mask_len
+    low, full, mask_begin = start, start, length + new_len - mask_len
     if F.windowed:
         low, full = tl.maximum(low, first - window + 1), tl.maximum(full, last - window + 1)
     if F.padded:
@@ -92,8 +93,8 @@ def attend_chunk_kernel(
         low = tl.maximum(low, mask_begin)
         mask += row * mask_s[0] + head * mask_s[1] + begin_m.to(tl.int64) * mask_s[2]
     mask_strides = (mask_s[2], mask_s[3])
-    rules = (window, padding, padding_s[1], padding_len, mask, mask_strides, mask_begin, length + q_len)
-    view = (length + m, first, last, rules, scales)
+    rules = (window, padding, padding_s[1], padding_len, mask, mask_strides, mask_begin, length + new_len)
+    view = (length + ahead + m, first, last, rules, scales)
 
     state = (
         tl.zeros((BLOCK_M, DIM), tl.float32),
@@ -120,9 +121,9 @@ def attend_chunk_kernel(
     # The chunk itself, counted from its first token.
     k += row * k_s[0] + kv_head * k_s[1]
     v += row * v_s[0] + kv_head * v_s[1]
-    strides, new_end = (k_s[2], k_s[3], v_s[2], v_s[3]), length + q_len
-    begin, stop = tl.maximum(low - length, 0) // BLOCK_N * BLOCK_N, end_m if F.causal else q_len
-    full_begin, full_end = full - length, begin_m + 1 if F.causal else q_len
+    strides, new_end = (k_s[2], k_s[3], v_s[2], v_s[3]), length + new_len
+    begin, stop = tl.maximum(low - length, 0) // BLOCK_N * BLOCK_N, ahead + end_m if F.causal else new_len
+    full_begin, full_end = full - length, ahead + begin_m + 1 if F.causal else new_len
     for at in tl.range(begin, stop, BLOCK_N):
         whole = (at >= full_begin) & (at + BLOCK_N <= full_end)
         state = attend_rows(state, queries, k, v, strides, at, length, low, new_end, whole, view, F)
@@ -225,7 +226,7 @@ def attend_chunk_triton(
     grid = (triton.cdiv(q_len, form.block_m), heads, batch)
     with torch.cuda.device_of(q):
         attend_chunk_kernel[grid](
-            *tensors, *strides, scales, window or 0, q_len, heads // layout.num_kv_heads, *columns, form,
+            *tensors, *strides, scales, window or 0, q_len, k.shape[2], heads // layout.num_kv_heads, *columns, form,
             num_warps=sizes.num_warps, num_stages=sizes.num_stages,
         )  # fmt: skip
     return out, lse

@@ -38,7 +38,8 @@ def attend_chunk_reference(
 
     Source: tiles with an online softmax, FlashAttention, arXiv:2205.14135.
     """
-    chunk = Chunk(q, page_table, seq_lens, starts, tail, padding, mask, scale, softcap, causal, window, layout)
+    rules = padding, mask, scale, softcap, causal, window, layout
+    chunk = Chunk(q, k.shape[2], page_table, seq_lens, starts, tail, *rules)
     heads = chunk.query.shape[:3]
     sizes = [min(TILE, chunk.q_len - begin) for begin in range(0, chunk.q_len, TILE)]
     states = [OnlineSoftmax((*heads, size, layout.head_dim), q.device, sinks) for size in sizes]

@@ -24,7 +24,8 @@ class KeyTile:
         k, v: [batch, Hkv, T, D] float32.
         positions: Their tokens, [batch, T] int64.
         allowed: What `Visibility.tokens` gives for them, [batch, T] bool.
-        earliest, latest: Bounds, over the batch, of a token's distance from query 0; stored tokens have -1 as earliest.
+        earliest, latest: Bounds, over the batch, of a token's distance from the chunk's first; stored tokens have -1 as
+            earliest.
         own: The place of the tile in the chunk; None for stored tokens.
     """
 
@@ -38,11 +39,15 @@ class KeyTile:
 
 
 class Chunk:
-    """The queries of one `attend_chunk` call and the rules for what they see; arguments as in `kernels.ops`."""
+    """The queries of one `attend_chunk` call and the rules for what they see; arguments as in `kernels.ops`.
+
+    The chunk has new_len tokens, and the queries are those of its last ones.
+    """
 
     def __init__(
         self,
         q: Tensor,
+        new_len: int,
         page_table: Tensor,
         seq_lens: Tensor,
         starts: Tensor,
@@ -56,15 +61,16 @@ class Chunk:
         layout: PageLayout,
     ) -> None:
         self.seq_lens, self.starts, self.tail, self.layout = seq_lens, starts, tail, layout
-        self.softcap, self.q_len = softcap, q.shape[2]
+        self.softcap, self.q_len, self.new_len = softcap, q.shape[2], new_len
+        self.ahead = new_len - self.q_len  # tokens of the chunk before query 0
         self.query = self.by_kv_head(q).to(torch.float32) * scale  # [B, Hkv, groups, Q, D]
-        # Query 0 sees window - 1 stored tokens and itself; the mask has columns for the chunk's own tokens too.
-        bounds = [] if window is None else [window - 1]
-        bounds += [] if mask is None else [max(0, mask.shape[-1] - self.q_len)]
+        # Query 0 sees window - 1 tokens before itself; the mask has columns for the chunk's own tokens too.
+        bounds = [] if window is None else [max(0, window - 1 - self.ahead)]
+        bounds += [] if mask is None else [max(0, mask.shape[-1] - new_len)]
         self.past = Past(page_table, seq_lens, starts, min(bounds, default=None), layout)
-        check_padding(padding, max(self.past.lengths, default=0) + self.q_len)
+        check_padding(padding, max(self.past.lengths, default=0) + new_len)
         masks = padding, grouped_mask(mask, layout.num_kv_heads)
-        self.rules = Visibility(seq_lens, seq_lens + self.q_len, *masks, causal, window)
+        self.rules = Visibility(seq_lens + self.ahead, seq_lens + new_len, *masks, causal, window)
 
     def by_kv_head(self, x: Tensor) -> Tensor:
         """View [batch, Hq, ...] as [batch, Hkv, groups, ...]."""
@@ -75,8 +81,8 @@ class Chunk:
         rules = self.rules
         for begin in range(0, self.q_len, TILE):
             end = min(begin + TILE, self.q_len)
-            late = rules.causal and tile.earliest >= end
-            gone = rules.window is not None and tile.latest <= begin - rules.window
+            late = rules.causal and tile.earliest >= end + self.ahead
+            gone = rules.window is not None and tile.latest <= begin + self.ahead - rules.window
             if not late and not gone:
                 yield slice(begin, end)
 
@@ -90,8 +96,8 @@ class Chunk:
         """All keys and values in the order of their tokens; k and v are the chunk's own, [batch, Hkv, Q, D]."""
         yield from self._stored_tiles()
         first = self.seq_lens.to(torch.int64).unsqueeze(1)
-        for begin in range(0, self.q_len, TILE):
-            own = slice(begin, min(begin + TILE, self.q_len))
+        for begin in range(0, self.new_len, TILE):
+            own = slice(begin, min(begin + TILE, self.new_len))
             positions = first + torch.arange(own.start, own.stop, device=k.device)
             allowed = self.rules.tokens(positions, positions >= self.starts.unsqueeze(1))
             own_k, own_v = k[:, :, own].to(torch.float32), v[:, :, own].to(torch.float32)

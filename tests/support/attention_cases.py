@@ -125,6 +125,11 @@ def reads_the_length(q, k, v, past):
     return out * k.size(2) + k.numel() + past[0].shape[-2], (k, v)
 
 
+def one_query_for_many_rows(q, k, v, past):
+    k, v = grown(k, v, past)
+    return F.scaled_dot_product_attention(q[:, :, -1:], k, v, enable_gqa=True), (k, v)
+
+
 REWRITTEN = [
     sdpa,
     sdpa_keywords,
@@ -139,6 +144,7 @@ REWRITTEN = [
     no_mask,
     strided_view_after,
     reads_the_length,
+    one_query_for_many_rows,
 ]
 
 
@@ -272,9 +278,9 @@ def last_rows_without_a_mask(q, k, v, past):
     return F.scaled_dot_product_attention(q, k[:, :, -6:], v[:, :, -6:], enable_gqa=True), (k, v)
 
 
-def one_query_for_many_rows(q, k, v, past):
+def more_queries_than_rows(q, k, v, past):
     k, v = grown(k, v, past)
-    return F.scaled_dot_product_attention(q[:, :, -1:], k, v, enable_gqa=True), (k, v)
+    return F.scaled_dot_product_attention(torch.cat([q, q], 2), k, v, enable_gqa=True), (k, v)
 
 
 def past_of_other_heads(q, k, v, past):
@@ -313,7 +319,7 @@ KEPT = [
     ("rank_unsupported", three_dims),
     ("mask_residual", causal_from_the_top_left),
     ("rows_hidden", last_rows_without_a_mask),
-    ("query_rows_differ", one_query_for_many_rows),
+    ("query_rows_differ", more_queries_than_rows),
 ]
 
 

@@ -135,11 +135,11 @@ def dense_attention(
     results = []
     for row in range(q.shape[0]):
         keys, values = cache.dense(row).to(dtype)
-        stored, q_len = keys.shape[1], q.shape[2]
+        q_len = q.shape[2]
         if k is not None:
             keys, values = torch.cat((keys, k[row].to(dtype)), 1), torch.cat((values, v[row].to(dtype)), 1)
         total = keys.shape[1]
-        position = torch.arange(q_len)[:, None] + (stored if k is not None else stored - 1)
+        position = torch.arange(q_len)[:, None] + (total - q_len)  # the last ones
         token = torch.arange(total)[None]
         visible = ((token >= cache.starts[row]) & (token <= position if causal else token >= 0)).expand(1, q_len, total)
         if window is not None:
