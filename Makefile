@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+OLDEST := $(VENV)/oldest/.installed
 
 # `import kernels` must never find this folder: Transformers imports a package of that name.
 export PYTHONSAFEPATH := 1
@@ -16,7 +17,7 @@ demo: $(STAMP)
 
 # One process a core, one torch thread each; a file's tests stay in one process (they share models).
 JOBS ?= $(shell env -u OMP_NUM_THREADS nproc)
-test: $(STAMP)
+test: $(STAMP) $(OLDEST)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n $(JOBS) --dist loadfile $(ARGS)
 
 # In an environment that has torch with CUDA, Triton and Transformers: make test-gpu STAMP= BIN=/path/to/its/bin
@@ -41,12 +42,17 @@ goldens: $(STAMP)
 # What needs a GPU says so and is left out where there is none; the README's tables are made of the results.
 bench: $(STAMP)
 	cd examples/benchmarks && for name in $(BENCHMARKS); do ../../$(BIN)/python $$name.py || exit 1; done
-	$(BIN)/python examples/benchmarks/tables.py
+	cd examples/benchmarks && ../../$(BIN)/python tables.py && ../../$(BIN)/python plots.py
 BENCHMARKS ?= kv_memory int8_forms decode_kernel prefill_kernel end_to_end
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,demo,bench]"
+	touch $@
+
+# The oldest Transformers that is supported, for one test: its packages alone, beside the environment's torch.
+$(OLDEST): constraints-oldest.txt $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints-oldest.txt --target $(dir $@) transformers
 	touch $@
 
 clean:

@@ -6,6 +6,8 @@ from tiny_models import VOCAB, prompt
 from transformers import DynamicCache, EncoderDecoderCache, Gemma3ForCausalLM, Gemma3TextConfig
 
 import gemkv_compile
+from gemkv_compile.kernels import ops
+from gemkv_compile.kernels.results import empty_results
 from gemkv_compile.runtime.ledger import kv_memory, trim
 
 LAYERS = ["sliding_attention"] * 5 + ["full_attention"]
@@ -47,8 +49,20 @@ def dense_bytes(tokens):
     return (3 * tokens + 15 * min(tokens, 511)) * 2 * 256 * 2
 
 
+@pytest.fixture
+def attends_to_nothing(monkeypatch):
+    """Decode steps give zeros: bytes do not depend on what attention computes, and most of the time goes there."""
+    real = ops.implementation
+
+    def implementation(operator, device):
+        zeros = lambda q, *_: tuple(part.zero_() for part in empty_results(q))  # noqa: E731
+        return zeros if operator == "attend_pages" else real(operator, device)
+
+    monkeypatch.setattr(ops, "implementation", implementation)
+
+
 @pytest.mark.parametrize("tokens, most", [(8192, 0.60), (32768, 0.56)])
-def test_worst_of_256_consecutive_positions(tokens, most):
+def test_worst_of_256_consecutive_positions(tokens, most, attends_to_nothing):
     model = gemkv_compile.compile(gemma3_270m_shaped(), kv_format="int8", strict=True)
     cache = filled(model.config, tokens - 1)
     assert kv_memory(cache).total == dense_bytes(tokens - 1)
@@ -71,7 +85,7 @@ def test_memory_returns_when_the_cache_dies():
     before = sum(pool.in_use for pool in kv_memory(()).pools)
     with torch.no_grad():
         out = model.generate(
-            prompt(1, 700), max_new_tokens=70, num_beams=4, do_sample=False, return_dict_in_generate=True
+            prompt(1, 700), max_new_tokens=24, num_beams=4, do_sample=False, return_dict_in_generate=True
         )
         cache = out.past_key_values
         forks = [copy.deepcopy(cache) for _ in range(2)]

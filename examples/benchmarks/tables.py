@@ -94,7 +94,8 @@ def fidelity(result: dict[str, Any]) -> str:
     for run in result["rows"]:
         found = {name: [c for c in run["needles"] if c["format"] == name] for name in run["about"]["formats"]}
         for row in run["rows"]:
-            if row["format"] == run["about"]["formats"][0]:
+            reference, floor = run["about"]["formats"][:2]
+            if row["format"] == reference or (row["format"] == floor and row["prompt"] is not None):
                 continue
             cells = found[row["format"]] if row["prompt"] is None else []
             needles = f"{sum(c['found'] for c in cells)}/{sum(c['asked'] for c in cells)}" if cells else ""

@@ -1,0 +1,44 @@
+"""What becomes of each model family, in a few lines: the golden reports that two releases of Transformers must give.
+
+    python family_reports.py   # prints a JSON object of all families' reports, and the version
+"""
+
+import json
+
+import torch
+import transformers
+from tiny_models import FAMILIES, LATER_CELLS, build, prompt
+
+import gemkv_compile
+
+CELLS = [(family, "eager" if family == "gemma2" else "sdpa") for family in FAMILIES] + LATER_CELLS
+
+
+def family_report(family, attention):
+    """Sites of a first prompt, a decode step and a padded prompt, by layer; and what the cache takes."""
+    model, lines = build(family, attention), []
+    padding = torch.ones(2, 21, dtype=torch.long)
+    padding[0, :3] = 0
+    with torch.no_grad():
+        # The cache is the model's own and dense here: reports do not depend on what runs.
+        cache = model(prompt(2, 20), use_cache=True).past_key_values
+        calls = {
+            "prompt": ((prompt(2, 20),), {"use_cache": True}),
+            "step": ((prompt(2, 1),), {"past_key_values": cache}),
+            "padded prompt": ((prompt(2, 21),), {"attention_mask": padding, "use_cache": True}),
+        }
+        for name, (arguments, keywords) in calls.items():
+            torch._dynamo.reset()
+            report = gemkv_compile.explain(model, *arguments, **keywords)
+            lines += [name, *map(_line, report.sites), f"  caches: {sum(len(g.caches) for g in report.graphs)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _line(site):
+    what = f"{site.operator}, {site.mask}" if site.status == "rewritten" else site.reason
+    return f"  {site.layer}: {site.status}: {what}; {site.num_q_heads}/{site.num_kv_heads} x {site.head_dim}; {site.rule}"
+
+
+if __name__ == "__main__":
+    reports = {f"{family}-{attention}": family_report(family, attention) for family, attention in CELLS}
+    print(json.dumps({"transformers": transformers.__version__, "reports": reports}))
