@@ -31,8 +31,7 @@ lint: $(STAMP)
 # mypy needs the folders where they import: a tree of links does that.
 typecheck: $(STAMP)
 	rm -rf .typecheck && mkdir -p .typecheck/gemkv_compile
-	ln -s ../../gemkv_compile/* .typecheck/gemkv_compile/
-	ln -s ../../passes ../../kernels .typecheck/gemkv_compile/
+	cd .typecheck/gemkv_compile && ln -s ../../gemkv_compile/* ../../passes ../../kernels .
 	cd .typecheck && ../$(BIN)/mypy --config-file ../pyproject.toml -p gemkv_compile
 
 goldens: $(STAMP)

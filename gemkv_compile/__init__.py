@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Options", "PagedKVTensor", "Report", "compile", "explain", "kv_memory", "trim"]
+__all__ = ["Options", "PagedKVTensor", "Report", "compile", "explain", "kv_memory", "report_of", "trim"]
 
 _HOME = {
     "compile": "gemkv_compile.frontend",
     "explain": "gemkv_compile.frontend",
+    "report_of": "gemkv_compile.frontend",
     "Options": "gemkv_compile.options",
     "Report": "gemkv_compile.report",
     "PagedKVTensor": "gemkv_compile.runtime.handle",
@@ -22,7 +23,7 @@ _HOME = {
 }
 
 if TYPE_CHECKING:
-    from gemkv_compile.frontend import compile, explain
+    from gemkv_compile.frontend import compile, explain, report_of
     from gemkv_compile.options import Options
     from gemkv_compile.report import Report
     from gemkv_compile.runtime.handle import PagedKVTensor

@@ -14,7 +14,8 @@ import torch
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from gemkv_compile.errors import GemkvError, RewriteFailed, StrictError
+from gemkv_compile.compat import on_generate_of_optimized_module
+from gemkv_compile.errors import GemkvError, RewriteFailed, StrictError, UncompiledGenerate
 from gemkv_compile.inner import InnerCompiler, choose_inner, shared_compiles
 from gemkv_compile.memory_formula import dense_bytes, paged_bytes
 from gemkv_compile.options import Options
@@ -27,8 +28,10 @@ from gemkv_compile.passes.rewrite import rewrite_graph
 from gemkv_compile.passes.site_reports import describe_sites
 from gemkv_compile.plan import CallPlan
 from gemkv_compile.progress import progress_line
-from gemkv_compile.report import CacheMemory, GraphReport, Report, Site
+from gemkv_compile.report import CacheMemory, Drift, GraphReport, Report, ShadowedCall, Site
+from gemkv_compile.runtime.drift import Figures
 from gemkv_compile.runtime.executable import Executable
+from gemkv_compile.runtime.shadow import Shadowed
 
 log = logging.getLogger(__name__)
 RECOMPILE_LIMIT = 64
@@ -91,7 +94,33 @@ def compile_graph(
         compiled, shared = shared_compiles.compile(inner, found.module, found.example_inputs)
     after = format_graph(found.module.graph)
     report = GraphReport(found.sites, found.memory, found.before, after, inner.name, shared, clock.seconds)
-    return Executable(compiled, gm, found.plan), report
+    executable = Executable(compiled, gm, found.plan)
+    if not options.shadow or not found.plan.tables:
+        return executable, report
+    return Shadowed(executable, gm, found.plan, options.shadow, _Recorder(report, found.plan)), report
+
+
+class _Recorder:
+    """Puts what the shadow finds into a graph's report, and warns once if rounding does not explain it."""
+
+    def __init__(self, report: GraphReport, plan: CallPlan) -> None:
+        self._report = report
+        self._digits = max(torch.finfo(table.layout.model_dtype).eps for table in plan.tables) ** 0.5
+        self._warned = False
+
+    def __call__(self, rewrite_error: Figures | None, format_error: Figures | None, failure: str) -> None:
+        rewrite, of_format = (None if each is None else Drift(*each) for each in (rewrite_error, format_error))
+        self._report.shadow.append(ShadowedCall(rewrite, of_format, failure))
+        log.info("gemkv: shadowed call: rewrite error %s; format error %s", rewrite, of_format)
+        if rewrite is not None and rewrite.relative > self._digits and not self._warned:
+            self._warned = True
+            log.warning(
+                "gemkv: a rewritten graph differs from the graph as it was, on the same cache, by %.1e of its largest "
+                "output; rounding explains up to %.1e. This is an error of gemkv, or of another compiler given as "
+                "`inner`: please report it, with print(gemkv_compile.report_of(model)).",
+                rewrite.relative,
+                self._digits,
+            )
 
 
 @dataclass(frozen=True)
@@ -173,3 +202,11 @@ def raise_recompile_limit() -> None:
     if torch._dynamo.config.recompile_limit < RECOMPILE_LIMIT:
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         log.info("gemkv: torch._dynamo.config.recompile_limit is now %d", RECOMPILE_LIMIT)
+
+
+def _is_ours(backend: Any) -> bool:
+    return backend is gemkv or isinstance(backend, Backend)
+
+
+# torch.compile imports this file when the backend is named, before anybody can call generate.
+on_generate_of_optimized_module(_is_ours, lambda: warnings.warn(UncompiledGenerate(), stacklevel=4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -152,7 +153,7 @@ def rebased_symint(value: torch.SymInt, bound: set[Any], mode: Any, name: str) -
         rebased: torch.SymInt = node.shape_env.create_symintnode(node.expr, hint=node.hint)
         return rebased
     fresh: Any = dynamic_fake_tensor(mode, (), max(node.hint, 2), torch.bool, torch.device("cpu"), name).shape[0]
-    return fresh  # type: ignore[no-any-return]
+    return fresh
 
 
 def is_tracing_aten() -> bool:
@@ -170,3 +171,63 @@ def compile_settings() -> str:
     autocast = [(torch.is_autocast_enabled(d), str(torch.get_autocast_dtype(d))) for d in devices]
     modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled())
     return f"{autocast} {modes} {inductor_config.get_hash().hex()}"
+
+
+def number_of(value: Any) -> float | None:
+    """A number: of Python, or a symbolic float's value, which Dynamo then guards on; None for what sizes decide."""
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, torch.SymFloat):
+        return None
+    if value.node.expr.is_number:
+        return float(value.node.expr)
+    is_input = all(symbol_is_type(symbol, SymT.FLOAT) for symbol in value.node.expr.free_symbols)
+    return float(value) if is_input and value.node.has_hint() else None
+
+
+def flex_attention_file() -> str:
+    """The file of PyTorch's flex_attention, as stack traces name it."""
+    from torch.nn.attention import flex_attention
+
+    return str(flex_attention.__file__)
+
+
+VMAP_BRACKETS = frozenset(("lazy_load_decompositions", "_vmap_increment_nesting", "_vmap_decrement_nesting"))
+VMAP_TENSORS = frozenset(("_add_batch_dim", "_remove_batch_dim"))
+"""Names of the functions that Dynamo writes down for torch.vmap: around it, and for what goes in and comes out."""
+
+
+def is_vmap(node: Any, names: frozenset[str]) -> bool:
+    """Whether a node calls one of these functions of PyTorch's vmap."""
+    module = str(getattr(node.target, "__module__", ""))
+    return node.op == "call_function" and getattr(node.target, "__name__", "") in names and "functorch" in module
+
+
+def on_generate_of_optimized_module(is_ours: Callable[[Any], bool], tell: Callable[[], None]) -> None:
+    """Call `tell` when `generate` is taken from a torch.compile(module) whose backend is ours.
+
+    Such a module answers for the original's methods, and calls in them do not come back to it: nothing is compiled, and
+    no backend is ever called. Only the lookup of the name can be seen.
+    """
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    lookup = OptimizedModule.__getattr__
+
+    def watched(module: Any, name: str) -> Any:
+        found = lookup(module, name)
+        # A model that was also compiled in place runs compiled.
+        if name == "generate" and module._orig_mod._compiled_call_impl is None and is_ours(_backend_of(module)):
+            tell()
+        return found
+
+    OptimizedModule.__getattr__ = watched  # type: ignore[method-assign]
+
+
+def _backend_of(module: Any) -> Any:
+    """The backend function of an OptimizedModule."""
+    backend = module.dynamo_ctx.callback
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return getattr(backend, "compiler_fn", backend)

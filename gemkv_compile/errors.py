@@ -80,3 +80,13 @@ class RewriteFailed(UserWarning):
             f"gemkv could not rewrite a graph because of an error of its own ({type(error).__name__}: {error}), so the "
             "graph runs as it was, with a dense cache. Please report it; strict=True shows where it comes from."
         )
+
+
+class UncompiledGenerate(UserWarning):
+    """`generate` was taken from the result of torch.compile(model, backend="gemkv"), which runs the model eagerly."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            'torch.compile(model, backend="gemkv").generate runs the model as it is: torch.compile hands generate on '
+            'to the model itself, which is not compiled. Write model.compile(backend="gemkv"); model.generate(...).'
+        )

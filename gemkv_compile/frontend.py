@@ -1,7 +1,8 @@
-"""`gemkv_compile.compile` and `gemkv_compile.explain`."""
+"""`gemkv_compile.compile`, `gemkv_compile.explain` and `gemkv_compile.report_of`."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from gemkv_compile.backend import Backend
 from gemkv_compile.options import Options
 from gemkv_compile.report import Report
+
+_backends: weakref.WeakKeyDictionary[Any, Backend] = weakref.WeakKeyDictionary()  # by what `compile` returned
 
 
 def compile(model: Any = None, /, *, mode: str | None = None, **options: Any) -> Any:
@@ -34,12 +37,32 @@ def compile(model: Any = None, /, *, mode: str | None = None, **options: Any) ->
 def _compile(target: Any, backend: Backend) -> Any:
     if isinstance(target, torch.nn.Module):
         target.compile(backend=backend)
+        _backends[target] = backend
         return target
     if isinstance(target, type) and issubclass(target, torch.nn.Module):
         raise TypeError("Decorate the forward method of a module class, or compile an instance, not the class itself.")
     if not callable(target):
         raise TypeError(f"gemkv_compile.compile takes an nn.Module or a function, got {type(target).__name__}.")
-    return torch.compile(target, backend=backend)
+    compiled = torch.compile(target, backend=backend)
+    _backends[compiled] = backend
+    return compiled
+
+
+def report_of(model: Any) -> Report:
+    """Report what a compiled model's calls have compiled to so far, with what the shadow has found.
+
+    Args:
+        model: What `compile` returned.
+    Raises:
+        TypeError: it was not compiled by `compile`.
+    """
+    backend = _backends.get(model)
+    if backend is None:
+        raise TypeError(
+            f"report_of takes what gemkv_compile.compile returned, got another {type(model).__name__}. Compile it with "
+            "gemkv_compile.compile(model, ...) instead of by the backend's name, or call gemkv_compile.explain."
+        )
+    return Report(tuple(backend.graphs))
 
 
 def explain(model: Callable[..., Any], *args: Any, gemkv_options: Options | None = None, **kwargs: Any) -> Report:

@@ -53,7 +53,7 @@ def choose_inner(inner: str | Callable[..., Any], mode: str | None, example_inpu
     if callable(inner):
         return InnerCompiler(getattr(inner, "__name__", repr(inner)), inner, True, inner)
     try:
-        backend = torch._dynamo.lookup_backend(inner)
+        backend: Any = torch._dynamo.lookup_backend(inner)
     except Exception as error:
         raise InvalidOption(
             f"inner={inner!r} is no torch.compile backend; see torch.compiler.list_backends()."
@@ -67,7 +67,8 @@ def _inductor(mode: str | None) -> Callable[[GraphModule, Sequence[Any]], Compil
         from torch._inductor.compile_fx import compile_fx
 
         patches = list_mode_options(mode) if mode is not None else None
-        return compile_fx(module, list(example_inputs), config_patches=patches)
+        compiled: Any = compile_fx(module, list(example_inputs), config_patches=patches)
+        return compiled
 
     return compile_with_inductor
 

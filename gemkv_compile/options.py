@@ -30,7 +30,8 @@ class Options:
         prefill: Engine for prefill attention. Only "auto" in this version.
         drop: Policy that drops cached tokens. Only None in this version.
         pool_bytes: Most bytes that one page pool may reserve. None: no limit.
-        shadow: Calls to run beside the un-rewritten graph. Only 0 in this version.
+        shadow: Run the graph as it was beside this number of the first calls of each rewritten graph; the drift is in
+            its report. Dense copies of the cache are kept meanwhile.
     Raises:
         InvalidOption: a value is out of range, or its feature is not in this version.
     """
@@ -70,7 +71,8 @@ class Options:
         _not_yet("cuda_graphs", self.cuda_graphs, False)
         _not_yet("prefill", self.prefill, "auto")
         _not_yet("drop", self.drop, None)
-        _not_yet("shadow", self.shadow, 0)
+        if not isinstance(self.shadow, int) or isinstance(self.shadow, bool) or self.shadow < 0:
+            raise InvalidOption(f"shadow must be an int of at least 0, a number of calls, got {self.shadow!r}.")
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any] | None) -> Options:

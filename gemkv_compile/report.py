@@ -40,6 +40,9 @@ REASONS = {
     "slice_not_constant": "the number of rows kept is not constant",
     "rows_hidden": "attention sees some cached rows only, and no mask says which",
     "internal_error": "this package failed on the graph, which runs as it was",
+    "score_mod_not_recognised": "FlexAttention's score_mod is more than a scale, a softcap and what is hidden",
+    "aux_outputs_used": "FlexAttention's log-sum-exp or largest scores are used",
+    "block_mask_not_proven": "nothing proves that FlexAttention's block mask has the blocks of its mask_mod",
     "mask_outside_graph": "the mask is an input of the graph",
     "mask_residual": "the mask is more than causal, window and padding",
     "mask_unknown_op": "the mask is built with an operation that the prover does not read",
@@ -81,8 +84,45 @@ class CacheMemory:
 
 
 @dataclass(frozen=True)
+class Drift:
+    """How far a graph's float outputs are from a reference's.
+
+    Args:
+        largest: Largest absolute difference.
+        relative: Largest difference relative to the largest number of its output.
+        changed, rows: Rows of the output with the largest last dimension (the logits, if the graph computes them) whose
+            argmax differs, and all rows of it.
+    """
+
+    largest: float
+    relative: float
+    changed: int
+    rows: int
+
+    def __str__(self) -> str:
+        return f"{self.largest:.1e}, {self.relative:.1e}, {self.changed} of {self.rows}"
+
+
+@dataclass(frozen=True)
+class ShadowedCall:
+    """One call with the graph as it was beside it.
+
+    Args:
+        rewrite_error: The rewritten graph against the original on what the pages hold; None if not comparable: a decode
+            step that completes a quantised group, the call that quantises a dense past, other random numbers.
+        format_error: The original graph on what the pages hold against itself on the rows as they were before they were
+            quantised; None if these are not known.
+        failure: Why the shadow failed, or "".
+    """
+
+    rewrite_error: Drift | None
+    format_error: Drift | None
+    failure: str = ""
+
+
+@dataclass(frozen=True)
 class GraphReport:
-    """One compiled graph."""
+    """One compiled graph; `shadow` grows with the option of that name while the graph is called."""
 
     sites: tuple[Site, ...]
     caches: tuple[CacheMemory, ...]
@@ -91,11 +131,22 @@ class GraphReport:
     inner: str
     inner_shared: bool
     stages: dict[str, float] = field(default_factory=dict)  # seconds by stage
+    shadow: list[ShadowedCall] = field(default_factory=list)
 
     @property
     def kept(self) -> tuple[Site, ...]:
         """Sites that were not rewritten."""
         return tuple(site for site in self.sites if site.status == "kept")
+
+    @property
+    def rewrite_error(self) -> Drift | None:
+        """The worst rewrite error of the shadowed calls, rows added up; None if none is known."""
+        return _worst([call.rewrite_error for call in self.shadow])
+
+    @property
+    def format_error(self) -> Drift | None:
+        """The same of the format error."""
+        return _worst([call.format_error for call in self.shadow])
 
 
 @dataclass(frozen=True)
@@ -135,12 +186,14 @@ class Report:
         return json.dumps(asdict(self) | {"memory": str(self.memory)}, indent=indent, default=str)
 
     def print(self, console: Console) -> None:
-        """Print the sites of each graph, why and where, and the memory."""
+        """Print the sites of each graph, why and where, the memory, and what the shadow found."""
         for index, graph in enumerate(self.graphs):
             console.print(_site_table(index, graph))
             for line in _places(graph):
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
         console.print(_memory_table(self))
+        if any(graph.shadow for graph in self.graphs):
+            console.print(_shadow_table(self))
         for reason in self.graph_breaks:
             console.print(f"graph break: {reason}", markup=False, highlight=False, soft_wrap=True)
 
@@ -183,6 +236,35 @@ def _memory_table(report: Report) -> Table:
         dense, paged = report.dense_bytes(1, tokens), report.memory_bytes(1, tokens)
         table.add_row(f"1 x {tokens}", f"{dense:,}", f"{paged:,}", f"{paged / dense:.3f}" if dense else "-")
     return table
+
+
+def _worst(drifts: Sequence[Drift | None]) -> Drift | None:
+    known = [drift for drift in drifts if drift is not None]
+    if not known:
+        return None
+    largest, relative = max(drift.largest for drift in known), max(drift.relative for drift in known)
+    return Drift(largest, relative, sum(drift.changed for drift in known), sum(drift.rows for drift in known))
+
+
+def _shadow_table(report: Report) -> Table:
+    title = "shadow: largest difference of the outputs, relative to the largest one, rows with another argmax"
+    table = Table(title=title, title_justify="left", min_width=len(title))
+    for column in ("graph", "rewrite error", "in calls", "format error", "in calls"):
+        table.add_column(column, no_wrap=True)
+    for index, graph in enumerate(report.graphs):
+        calls = graph.shadow
+        columns = ([call.rewrite_error for call in calls], [call.format_error for call in calls])
+        cells = [(str(_worst(drifts) or "unknown"), f"{_count(drifts)} of {len(calls)}") for drifts in columns]
+        if calls:
+            table.add_row(str(index), *cells[0], *cells[1])
+        for call in calls:
+            if call.failure:
+                table.add_row("", f"failed: {call.failure}", "", "", "")
+    return table
+
+
+def _count(drifts: Sequence[Drift | None]) -> int:
+    return sum(drift is not None for drift in drifts)
 
 
 def count_by_status(sites: Sequence[Site]) -> dict[str, int]:

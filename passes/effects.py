@@ -40,7 +40,12 @@ def has_effect(node: fx.Node) -> bool:
 
 
 def private_memory(node: fx.Node) -> set[fx.Node] | None:
-    """All that a node does, if that is to write tensors that the graph itself has made: these, else None."""
+    """All that a node does, if that is to write tensors that the graph itself has made: these, else None.
+
+    What opens and closes a vmap does so for the tensors that go in and come out.
+    """
+    if compat.is_vmap(node, compat.VMAP_BRACKETS):
+        return {other for other in node.graph.nodes if compat.is_vmap(other, compat.VMAP_TENSORS)}
     written = written_by(node)
     if not written or any(position is None for position, _ in _written_arguments(node.op, node.target)):
         return None
@@ -117,7 +122,7 @@ def memory_of(tensors: Iterable[fx.Node]) -> set[fx.Node]:
 
 def written_by(node: fx.Node) -> list[fx.Node]:
     """The arguments whose memory a node changes; for a function that is not known, all of them."""
-    if node.op not in ("call_function", "call_method"):
+    if node.op not in ("call_function", "call_method") or _only_calls_pure_bodies(node):
         return []
     written: list[object] = [node.kwargs.get("out")]
     for position, name in _written_arguments(node.op, node.target):
@@ -131,6 +136,23 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     for argument in written:
         fx.node.map_arg(argument, found.append)  # type: ignore[type-var]
     return found
+
+
+def subgraph(node: object) -> fx.GraphModule | None:
+    """The body that a node stands for as an argument of a higher-order operator."""
+    owner = node.graph.owning_module if isinstance(node, fx.Node) and node.op == "get_attr" else None
+    body = getattr(owner, str(node.target), None) if owner is not None else None  # type: ignore[attr-defined]
+    return body if isinstance(body, fx.GraphModule) else None
+
+
+def _only_calls_pure_bodies(node: fx.Node) -> bool:
+    """Whether the node is a FlexAttention whose score_mod and mask_mod write nothing; itself it does not."""
+    if node.target is not torch.ops.higher_order.flex_attention:
+        return False
+    bodies = [subgraph(arg) for arg in node.all_input_nodes if arg.op == "get_attr"]
+    inside = [inner for body in bodies if body is not None for inner in body.graph.nodes]
+    pure = not any(has_effect(inner) for inner in inside if inner.op not in ("placeholder", "output"))
+    return pure and None not in bodies and len(bodies) > 0
 
 
 def _written_if_asked(node: fx.Node) -> list[object]:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, GraphModule, Node
 
-from gemkv_compile.passes.rules import attention_matmul, attention_sdpa, attention_sinks
+from gemkv_compile.passes.rules import attention_flex, attention_matmul, attention_sdpa, attention_sinks
 from gemkv_compile.passes.sites import Attention, Refusal
 
-RULES = (attention_sdpa, attention_matmul, attention_sinks)
+RULES = (attention_sdpa, attention_matmul, attention_sinks, attention_flex)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from gemkv_compile.passes.effects import write_after, writes_of
 from gemkv_compile.passes.lens import module_path, op_of, rank_of, shape_of
 from gemkv_compile.passes.liveness import live_nodes
 from gemkv_compile.passes.rules import update_cat
+from gemkv_compile.passes.rules.folding import split_of
 from gemkv_compile.passes.rules.update_cat import Rows
 from gemkv_compile.passes.sites import Attention, Cache, CacheOutput, Refusal
 from gemkv_compile.passes.symbols import same_size
@@ -57,8 +58,8 @@ def find_updates(graph: Graph, attentions: Sequence[Attention], refused: Sequenc
             caches.append(cache)
         else:
             without.extend((attention, refusal) for attention in readers[key])
-    seen = [attention.node for attention in attentions] + list(refused)
-    unread = _unread(leaving - {node for start in seen for node in _nearby(start)})
+    seen = {node for attention in attentions for node in (attention.node, attention.keys, attention.values)}
+    unread = _unread(leaving - seen.union(*(_nearby(start) for start in (*seen, *refused))))
     return UpdateReport(tuple(caches), tuple(without), unread)
 
 
@@ -192,12 +193,18 @@ _ROWS_STILL = frozenset("cat contiguous transpose permute getitem reshape expand
 
 
 def _nearby(node: Node) -> set[Node]:
-    """Nodes from which an attention gets its keys and values: back from it along [batch, heads, rows, dim] tensors."""
+    """Nodes from which an attention gets its keys and values: back from it along [batch, heads, rows, dim] tensors.
+
+    Where batch and heads are one dimension, also along those of three that the rules read.
+    """
     found: set[Node] = set()
     stack = [node]
     while stack:
-        for arg in stack.pop().all_input_nodes:
-            if arg not in found and (rank_of(arg) in (4, 5) or op_of(arg) in ("reshape", "flatten")):
+        node = stack.pop()
+        is_folded = rank_of(node) == 3 or split_of(node) is not None
+        for arg in node.all_input_nodes:
+            is_near = rank_of(arg) in (4, 5) or op_of(arg) in ("reshape", "flatten")
+            if arg not in found and (is_near or (is_folded and rank_of(arg) == 3 and op_of(arg) != "")):
                 found.add(arg)
                 stack.append(arg)
     return found

@@ -12,7 +12,8 @@ from torch.fx import Node
 
 _METHODS = frozenset(
     "matmul bmm mul div add sub max softmax transpose permute reshape view expand unsqueeze contiguous to float half "
-    "bfloat16 type type_as size dim numel tanh masked_fill repeat_interleave clone flatten swapaxes".split()
+    "bfloat16 type type_as size dim numel tanh masked_fill repeat_interleave clone flatten unflatten swapaxes baddbmm "
+    "exp sum amax where".split()
 )
 _SAME = {
     "view": "reshape",
@@ -29,6 +30,8 @@ _FUNCTIONS: dict[Any, str] = {
     torch.matmul: "matmul",
     operator.matmul: "matmul",
     torch.bmm: "matmul",
+    torch.baddbmm: "baddbmm",
+    torch.einsum: "einsum",
     operator.mul: "mul",
     torch.mul: "mul",
     operator.imul: "mul",
@@ -44,6 +47,11 @@ _FUNCTIONS: dict[Any, str] = {
     operator.iadd: "add",
     F.softmax: "softmax",
     torch.softmax: "softmax",
+    torch.special.softmax: "softmax",
+    torch.ops.aten._safe_softmax.default: "softmax",
+    torch.exp: "exp",
+    torch.sum: "sum",
+    torch.amax: "amax",
     F.dropout: "dropout",
     torch.dropout: "dropout",
     torch.tanh: "tanh",
@@ -52,6 +60,8 @@ _FUNCTIONS: dict[Any, str] = {
     torch.swapaxes: "transpose",
     torch.permute: "permute",
     torch.reshape: "reshape",
+    torch.flatten: "flatten",
+    torch.unflatten: "unflatten",
     torch.unsqueeze: "unsqueeze",
     torch.repeat_interleave: "repeat_interleave",
     torch.cat: "cat",
@@ -60,6 +70,8 @@ _FUNCTIONS: dict[Any, str] = {
     torch.where: "where",
     torch.masked_fill: "masked_fill",
     torch.tensor: "tensor",
+    torch.full: "full",
+    torch.full_like: "full_like",
     operator.getitem: "getitem",
     getattr: "getattr",
     F.scaled_dot_product_attention: "sdpa",
@@ -86,6 +98,9 @@ _POSITIONS: dict[str, tuple[tuple[str, ...], ...]] = {
         "repeat_interleave": "input repeats dim",
         "cat": "tensors dim|axis",
         "where": "condition input other",
+        "baddbmm": "input batch1 batch2",
+        "full": "size fill_value",
+        "full_like": "input fill_value",
         "masked_fill": "input mask value",
         "contiguous": "input",
         "tensor": "data",

@@ -54,6 +54,7 @@ class _Builder:
         self.symbols = SymbolTable(graph)
         self.sources: dict[Node, State | AlignedPadding] = {}
         self.paddings: list[PaddingPlan] = []
+        self.replaced: dict[Node, Node] = {}  # attentions' outputs, and what stands for them now
         self._padding_nodes: dict[tuple[int, int, Any], Node] = {}
         self._last = self.placeholders[-1] if self.placeholders else None
 
@@ -128,13 +129,14 @@ def _insert_operators(build: _Builder, rewrite: Rewrite, table: int) -> None:
     state = build.state(rewrite, table)
     first, last = readers[0].attention.node, readers[-1].attention.node
     with graph.inserting_before(first):
-        keys, values = (_rows_first(graph, node, cache) for node in (cache.new_keys, cache.new_values))
+        rows_now = [build.replaced.get(node, node) for node in (cache.new_keys, cache.new_values)]
+        keys, values = (_rows_first(graph, node, cache) for node in rows_now)
         if rewrite.is_decode:
             _append(graph, rewrite, keys, values, state)
     for read in readers:
         with graph.inserting_before(read.attention.node):
             result = _attend(build, rewrite, read, table, keys, values, state)
-        _replace_attention(graph, read.attention.node, result)
+        build.replaced[read.attention.node] = _replace_attention(graph, read.attention.node, result)
     if not rewrite.is_decode:
         with graph.inserting_after(last):
             anchor = graph.call_function(_anchor)
@@ -159,13 +161,14 @@ def _attend(
 ) -> Node:
     graph, attention = build.graph, read.attention
     masks = (build.padding(read, table), _whole_mask(build, read), attention.sinks)
+    asked = build.replaced.get(attention.query, attention.query)
     paged = (*(state[field] for field in STATE_FIELDS), *masks, attention.scale, attention.softcap)
     if rewrite.is_decode:
         target: Any = torch.ops.gemkv.attend_pages.default
-        arguments = (attention.query, *paged, read.window, *_format(rewrite))
+        arguments = (asked, *paged, read.window, *_format(rewrite))
     else:
         target = torch.ops.gemkv.attend_chunk.default
-        arguments = (attention.query, keys, values, *paged, read.causal, read.window, *_format(rewrite))
+        arguments = (asked, keys, values, *paged, read.causal, read.window, *_format(rewrite))
     both = graph.call_function(target, arguments)
     query = value_of(attention.query)
     with fake_mode_of([query]):
@@ -182,13 +185,18 @@ def _format(rewrite: Rewrite) -> tuple[int, str, str]:
     return rewrite.layout.page_size, rewrite.layout.kv_format, pass_version()
 
 
-def _replace_attention(graph: Graph, old: Node, new: Node) -> None:
-    """Let `new` stand for `old`; users that may depend on how memory is laid out get the layout that eager gives."""
+def _replace_attention(graph: Graph, old: Node, new: Node) -> Node:
+    """Let `new` stand for `old`; users that may depend on how memory is laid out get the layout that eager gives.
+
+    Returns:
+        What the users of `old` have now.
+    """
     before, after = value_of(old), value_of(new)
     if not all(map(_ignores_layout, old.users)) and before.is_contiguous() and not after.is_contiguous():
         with graph.inserting_after(new):
             new = _call(graph, "contiguous", (new,), before)
     old.replace_all_uses_with(new)
+    return new
 
 
 def _ignores_layout(user: Node) -> bool:
@@ -252,7 +260,7 @@ def _sort_outputs(build: _Builder, rewrites: tuple[Rewrite, ...]) -> tuple[Compu
     computed: list[Any] = []
     sources: list[Computed | Passed | Sized | None] = []
     for index, result in enumerate(output.args[0]):
-        source = None if index in cached else _outside(build, result)
+        source: Computed | Passed | Sized | None = None if index in cached else _outside(build, result)
         if source is None and index not in cached:
             source = Computed(len(computed))
             computed.append(result)

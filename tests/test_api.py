@@ -166,7 +166,9 @@ MISTAKES = [
     ({"cuda_graphs": True}, "cuda_graphs=True is not in this version; leave it at False"),
     ({"prefill": "fa3"}, "prefill='fa3' is not in this version; leave it at 'auto'"),
     ({"drop": "attention_mass"}, "drop='attention_mass' is not in this version"),
-    ({"shadow": 3}, "shadow=3 is not in this version; leave it at 0"),
+    ({"shadow": -1}, "shadow must be an int of at least 0, a number of calls, got -1"),
+    ({"shadow": True}, "shadow must be an int of at least 0, a number of calls, got True"),
+    ({"shadow": "3"}, "shadow must be an int of at least 0, a number of calls, got '3'"),
     ({"inner": 7}, "inner must be one of .* got 7"),
     ({"inner": ""}, "inner must be one of .* got ''"),
 ]

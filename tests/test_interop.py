@@ -1,5 +1,7 @@
 """Around the main road: other caches, hooks, graph breaks, other attention implementations."""
 
+import warnings
+
 import pytest
 import torch
 import transformers
@@ -9,11 +11,28 @@ from torch import nn
 import gemkv_compile
 from gemkv_compile import Options, PagedKVTensor
 from gemkv_compile.backend import Backend
+from gemkv_compile.errors import UncompiledGenerate
 
 
 def run(model, ids, steps=24, **kwargs):
     with torch.no_grad():
         return model.generate(ids, max_new_tokens=steps, do_sample=False, **kwargs)
+
+
+def test_generate_of_torch_compile_says_that_it_is_eager():
+    """C9: torch.compile forwards `generate` to the eager module; the warning holds the line that works."""
+    model = build("llama")
+    wrapped = torch.compile(model, backend="gemkv")
+    with pytest.warns(UncompiledGenerate, match=r'Write model.compile\(backend="gemkv"\); model.generate') as caught:
+        out = run(wrapped, prompt(1, 8), return_dict_in_generate=True)
+    assert caught[0].filename == __file__
+    assert not isinstance(out.past_key_values.layers[0].keys, PagedKVTensor)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UncompiledGenerate)
+        torch.compile(build("llama"), backend="eager").generate  # noqa: B018
+        model.compile(backend="gemkv")
+        out = run(wrapped, prompt(1, 8), return_dict_in_generate=True)
+    assert isinstance(out.past_key_values.layers[0].keys, PagedKVTensor)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llama"])

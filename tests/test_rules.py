@@ -83,6 +83,61 @@ def test_kept(reason, function):
     cases.tree_close(ours, function(*arguments), rtol=1e-5, atol=1e-5)
 
 
+SENTENCES = {
+    cases.einsum_of_transposed_values: "does not read as weights @ v",
+    cases.keys_folded_heads_first: "folded to it from the same [batch, heads, ...]",
+    cases.baddbmm_with_half_the_mask: "what baddbmm adds is scaled, capped or masked once more",
+    cases.keys_reshaped_to_three_dims: "the scores of this softmax are no q @ k^T",
+}
+
+
+@pytest.mark.parametrize("function", SENTENCES, ids=lambda f: f.__name__)
+def test_near_misses_say_why(function):
+    assert SENTENCES[function] in explain(function, *cases.inputs()).sites[0].sentence
+
+
+@pytest.mark.parametrize("function", [cases.bmm_form, cases.baddbmm_form, cases.bmm_of_scaled_query])
+def test_batch_and_heads_are_split_for_any_batch(function):
+    from gemkv_compile.backend import Backend
+
+    backend = Backend(Options(kv_format="model"))
+    compiled = torch.compile(function, backend=backend)
+    with torch.no_grad():
+        for batch in (2, 3, 5):
+            arguments = cases.inputs(batch=batch)
+            cases.tree_close(compiled(*arguments), function(*arguments), rtol=1e-5, atol=1e-5)
+    assert {(site.status, site.mask) for graph in backend.graphs for site in graph.sites} == {("rewritten", "causal")}
+
+
+def test_scaled_keys_that_start_a_cache():
+    """The scale is part of the rows that are returned, not of the attention."""
+
+    def function(q, k, v, past):
+        k, v = k * 0.5, v * 1.0
+        return (q @ k.repeat_interleave(2, 1).mT).softmax(-1) @ v.repeat_interleave(2, 1), (k, v)
+
+    arguments = cases.inputs()
+    assert [site.status for site in explain(function, *arguments).sites] == ["rewritten"]
+    cases.tree_close(call(function, *arguments), function(*arguments), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_what_is_hidden_is_read_where_it_is_applied(folded):
+    """Not where the attention stands, after the tensor was written to."""
+
+    def function(q, k, v, past, numbers):
+        k, v = cases.grown(k, v, past)
+        q, keys, values = (x.flatten(0, 1) if folded else x for x in (q, *cases.repeated(k, v)))
+        hidden = numbers > 0
+        scores = (q @ keys.mT).masked_fill(hidden if folded else hidden.unflatten(0, (2, 4)), float("-inf"))
+        hidden.fill_(False)
+        return (scores.softmax(-1) @ values).view(2, 4, 3, 16), (k, v)
+
+    arguments = (*cases.inputs(), torch.randn(8, 3, 8, generator=torch.Generator().manual_seed(0)) - 0.5)
+    assert [site.status for site in explain(function, *arguments).sites] == ["rewritten"]
+    cases.tree_close(call(function, *arguments), function(*arguments), rtol=1e-5, atol=1e-5)
+
+
 OTHER_KEPT = {
     "layout_unsupported (head size)": ({"dim": 20}, "head_dim must be a multiple of 16"),
     "layout_unsupported (dtype)": ({"dtype": torch.float64}, "must be float16, bfloat16 or float32, got torch.float64"),
@@ -204,6 +259,7 @@ def test_every_reason_has_a_case():
     shown = {reason for reason, _ in cases.KEPT} | {name.split(" (")[0] for name in (*cases.DENSE, *OTHER_KEPT)}
     elsewhere = {"grad_enabled", "past_requires_grad", "scale_not_constant", "slice_not_constant", "dtype_differs"}
     elsewhere |= {"written_in_place", "inside_higher_order_op", "internal_error"}  # test_soundness
+    elsewhere |= {"score_mod_not_recognised", "aux_outputs_used", "block_mask_not_proven"}  # test_flex
     assert REASONS.keys() - shown - elsewhere <= {"cache_shapes_differ", "head_dim_unsupported"}
 
 

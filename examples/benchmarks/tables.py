@@ -88,7 +88,7 @@ def end_to_end(result: dict[str, Any]) -> str:
 def fidelity(result: dict[str, Any]) -> str:
     """What a format changes in text, by model and prompt, with 95% intervals."""
     lines = [
-        "| model | prompt | format | tokens | perplexity, % | KL, 1e-6 nat | new top-1, % | needles |",
+        "| model, path, device | prompt | format | tokens | perplexity, % | KL, 1e-6 nat | new top-1, % | needles |",
         "|---|---:|---|---:|---:|---:|---:|---:|",
     ]
     for run in result["rows"]:
@@ -102,7 +102,8 @@ def fidelity(result: dict[str, Any]) -> str:
             ratio = _interval(row["ratio"], lambda x: f"{100 * (x - 1):+.2f}")
             kl = _interval(row["kl"], lambda x: f"{1e6 * x:.1f}")
             new = _interval(row["differs"], lambda x: f"{100 * x:.2f}")
-            start = f"| {run['about']['model']} | {row['prompt'] or 'all'} | {row['format']} | {row['tokens']}"
+            what = f"{run['about']['model']}, {run['about']['path']}, {run['about']['device']}"
+            start = f"| {what} | {row['prompt'] or 'all'} | {row['format']} | {row['tokens']}"
             lines.append(f"{start} | {ratio} | {kl} | {new} | {needles} |")
     return "\n".join(lines)
 

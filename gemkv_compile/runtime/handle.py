@@ -79,7 +79,7 @@ class PagedKVTensor(torch.Tensor):
         return apply(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         args, kwargs = tree_map_only(PagedKVTensor, _stand_in, (args, kwargs or {}))

@@ -10,8 +10,10 @@ from typing import Any
 from torch.fx import Node
 
 from gemkv_compile.passes.lens import argument, op_of, rank_of, shape_of
-from gemkv_compile.passes.rules.attention_matmul import Scores, check_weights, mask_of, read_scores, skip_casts
+from gemkv_compile.passes.rules.attention_matmul import check_weights
+from gemkv_compile.passes.rules.folding import skip_casts
 from gemkv_compile.passes.rules.repeat_kv import strip_repeat
+from gemkv_compile.passes.rules.scores import Scores, mask_of, read_scores
 from gemkv_compile.passes.sites import Attention, Refusal
 
 NAME = "attention_sinks"
@@ -58,7 +60,7 @@ def rewrite(node: Node) -> Attention:
         values=strip_repeat(value),
         scale=scores.scale,
         softcap=scores.softcap,
-        mask=mask_of(scores, node),
+        mask=mask_of(scores),
         is_causal=False,
         rule=NAME,
         sinks=both[1],

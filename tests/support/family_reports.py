@@ -1,6 +1,6 @@
 """What becomes of each model family, in a few lines: the golden reports that two releases of Transformers must give.
 
-    python family_reports.py   # prints a JSON object of all families' reports, and the version
+python family_reports.py   # prints a JSON object of all families' reports, and the version
 """
 
 import json
@@ -36,7 +36,8 @@ def family_report(family, attention):
 
 def _line(site):
     what = f"{site.operator}, {site.mask}" if site.status == "rewritten" else site.reason
-    return f"  {site.layer}: {site.status}: {what}; {site.num_q_heads}/{site.num_kv_heads} x {site.head_dim}; {site.rule}"
+    heads = f"{site.num_q_heads}/{site.num_kv_heads} x {site.head_dim}"
+    return f"  {site.layer}: {site.status}: {what}; {heads}; {site.rule}"
 
 
 if __name__ == "__main__":

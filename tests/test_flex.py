@@ -1,0 +1,177 @@
+"""FlexAttention: what is rewritten, with a golden graph; near misses, with their sentence; numerics of both."""
+
+import re
+
+import attention_cases
+import flex_cases as cases
+import pytest
+import torch
+from golden import check_golden
+from tiny_models import build, greedy, prompt
+from torch.nn.attention import flex_attention as flex_module
+
+from gemkv_compile import Options, PagedKVTensor
+from gemkv_compile.backend import Backend
+from gemkv_compile.passes.version import pass_version
+from gemkv_compile.report import REASONS
+
+inputs = attention_cases.inputs
+
+
+@pytest.fixture(autouse=True)
+def plain_eager(monkeypatch):
+    """FlexAttention outside a compile runs as it is, without a compile of its own."""
+    monkeypatch.setattr(flex_module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+
+
+def run(function, *arguments):
+    """The one graph's report and the compiled function's result, which is compared with the function's own."""
+    backend = Backend(Options(kv_format="model"))
+    with torch.no_grad():
+        ours, theirs = torch.compile(function, backend=backend)(*arguments), function(*arguments)
+    (graph,) = backend.graphs
+    attention_cases.tree_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    return graph, ours
+
+
+@pytest.mark.parametrize("function", cases.REWRITTEN, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_rewritten(function, tokens):
+    graph, result = run(function, *inputs(tokens=tokens))
+    assert {(site.status, site.reason) for site in graph.sites} == {("rewritten", "")}, graph.sites
+    assert all("flex_cases.py:" in site.source for site in graph.sites)
+    assert isinstance(result[1][0], PagedKVTensor)
+    check_golden(f"{function.__name__}-{tokens}", _golden(graph))
+
+
+def _golden(graph):
+    """The sites and the graph after; before, what PyTorch makes of create_block_mask is its own affair, and long."""
+    sites = [
+        f"# {s.operator}: {s.mask}; softcap {s.softcap}; {s.num_q_heads}/{s.num_kv_heads} x {s.head_dim}; {s.rule}"
+        for s in graph.sites
+    ]
+    assert not re.search("flex_attention|vmap|batch_dim", graph.after)
+    names = dict(re.findall(r"^(%\d+) = input\((\w+)\)", graph.after, re.M))
+    given = sorted(re.findall(r"^%\d+ = (input.*)$", graph.after, re.M))
+    rest = re.sub(r"^%\d+ = input.*\n", "", graph.after, flags=re.M)
+    rest = re.sub(r"%\d+", lambda m: names.get(m[0], m[0]), rest).replace(repr(pass_version()), "'VERSION'")
+    return re.sub(r"\bs\d+\b", "s", "\n".join([*sites, "", *given, rest])) + "\n"
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_padding_is_read_through_the_mask_mod(tokens):
+    padding = torch.ones(2, 5 + tokens, dtype=torch.int64)
+    padding[0, :2] = 0
+    (site,) = run(cases.flex_padded, *inputs(tokens=tokens), padding)[0].sites
+    assert (site.status, site.mask) == ("rewritten", "causal, padding")
+
+
+@pytest.mark.parametrize("reason, function", cases.DENSE, ids=lambda x: getattr(x, "__name__", x))
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_mask_that_is_not_proven_is_computed_densely(reason, function, tokens):
+    (site,) = run(function, *inputs(tokens=tokens))[0].sites
+    assert (site.status, site.reason, site.mask) == ("rewritten", reason, "dense") and site.sentence
+
+
+@pytest.mark.parametrize("reason, function", cases.KEPT, ids=lambda x: getattr(x, "__name__", x))
+def test_kept(reason, function):
+    graph, _ = run(function, *inputs())
+    (site,) = graph.sites
+    assert (site.status, site.reason) == ("kept", reason), site
+    assert site.sentence[-1] == "." and "flex_cases.py:" in site.source
+    assert graph.before == graph.after
+
+
+def test_every_reason_of_this_rule_has_a_case():
+    new = {"score_mod_not_recognised", "aux_outputs_used", "block_mask_not_proven"}
+    assert new <= {reason for reason, _ in cases.KEPT} and new <= REASONS.keys()
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["score_mod", "block_mask"])
+def test_decoding_over_many_lengths(blocks):
+    """Lengths on both sides of a block of 128; symbolic sizes; every attention of every graph is rewritten."""
+    model, backend = cases.flex_model(blocks), Backend(Options(kv_format="model", strict=True))
+    compiled = torch.compile(model, backend=backend)
+    for tokens in (5, 126, 9):
+        theirs, ours = greedy(model, prompt(2, tokens), 4), greedy(compiled, prompt(2, tokens), 4)
+        assert torch.equal(ours[0], theirs[0])
+        torch.testing.assert_close(ours[1], theirs[1], rtol=1e-4, atol=1e-5)
+        assert isinstance(ours[2][0][0], PagedKVTensor)
+    assert {(site.status, site.mask) for graph in backend.graphs for site in graph.sites} == {("rewritten", "causal")}
+    assert len(backend.graphs) <= 6
+
+
+def test_softcaps_of_two_models_are_both_constants():
+    """Dynamo makes the second model's softcap symbolic."""
+    backend = Backend(Options(kv_format="model", strict=True))
+    for softcap in (5.0, 7.0):
+        model = cases.flex_model(False, softcap)
+        compiled = torch.compile(model, backend=backend)
+        ours, theirs = greedy(compiled, prompt(2, 5), 2), greedy(model, prompt(2, 5), 2)
+        torch.testing.assert_close(ours[1], theirs[1], rtol=1e-4, atol=1e-5)
+    assert {site.softcap for graph in backend.graphs for site in graph.sites} == {5.0, 7.0}
+
+
+def test_layers_share_one_dense_mask():
+    def twice(q, k, v, past):
+        k, v = attention_cases.grown(k, v, past)
+
+        def score_mod(score, b, h, i, j):
+            return torch.where((j + h) % 3 > 0, score, -float("inf"))
+
+        first = cases.flex(q, k, v, score_mod=score_mod)
+        return cases.flex(first * 0.5, k, v, score_mod=score_mod), (k, v)
+
+    graph, _ = run(twice, *inputs())
+    assert [site.mask for site in graph.sites] == ["dense", "dense"]
+    assert graph.after.count("mod(") == 1
+
+
+def test_a_mask_is_computed_again_where_what_it_captures_is_written_between_two_layers():
+    def changed(q, k, v, past, limit):
+        k, v = attention_cases.grown(k, v, past)
+        limit = limit.clone()
+
+        def score_mod(score, b, h, i, j):
+            return torch.where(j >= limit[b], score, -float("inf"))
+
+        first = cases.flex(q, k, v, score_mod=score_mod)
+        limit.add_(2)
+        return cases.flex(first * 0.5, k, v, score_mod=score_mod), (k, v)
+
+    run(changed, *inputs(), torch.tensor([1, 2]))
+
+
+def test_log_sum_exp_that_nothing_needs_does_not_matter():
+    """Transformers asks for it on a GPU, whatever is done with it."""
+
+    def asked(q, k, v, past):
+        k, v = attention_cases.grown(k, v, past)
+        out, aux = cases.flex(q, k, v, return_aux=flex_module.AuxRequest(lse=True))
+        aux.lse.to(v.dtype)
+        return out, (k, v)
+
+    assert [site.status for site in run(asked, *inputs())[0].sites] == ["rewritten"]
+
+
+def test_a_block_mask_from_outside_is_kept():
+    def given(q, k, v, past, block_mask):
+        k, v = attention_cases.grown(k, v, past)
+        return cases.flex(q, k, v, block_mask=block_mask), (k, v)
+
+    block_mask = flex_module.create_block_mask(lambda b, h, i, j: i + 5 >= j, None, None, 3, 8, device="cpu")
+    (site,) = run(given, *inputs(), block_mask)[0].sites
+    assert (site.status, site.reason) == ("kept", "block_mask_not_proven")
+    assert "comes from outside the graph" in site.sentence
+
+
+def test_transformers_is_kept_with_the_way_out():
+    """It makes its block mask in a compile of its own, so the graph of the layers is given it."""
+    model, backend = build("llama", "flex_attention"), Backend(Options())
+    ids = prompt(2, 7)
+    with torch.no_grad():
+        ours, theirs = torch.compile(model, backend=backend)(ids).logits, model(ids).logits
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    sites = [site for graph in backend.graphs for site in graph.sites]
+    assert {(site.status, site.reason) for site in sites} == {("kept", "block_mask_not_proven")}
+    assert all("attn_implementation='sdpa'" in site.sentence for site in sites)
