@@ -27,8 +27,9 @@ Store = Callable[[Tensor], Tensor]
 
 
 def codes_of(x: Tensor, scale: Tensor) -> Tensor:
-    """x through codes -127 .. 127 of a scale that broadcasts; a scale of 0 stands for rows of 0."""
-    scale = torch.where(scale == 0, 1.0, scale.to(torch.float16).float())
+    """x through codes -127 .. 127 of a scale that broadcasts; a scale that float16 has no number for stands for rows of 0."""
+    scale = scale.to(torch.float16).float()
+    scale = torch.where(scale == 0, 1.0, scale)
     return (x / scale).round().clamp(-127, 127) * scale
 
 
