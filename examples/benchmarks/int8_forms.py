@@ -27,7 +27,7 @@ Store = Callable[[Tensor], Tensor]
 
 
 def codes_of(x: Tensor, scale: Tensor) -> Tensor:
-    """x through codes -127 .. 127 of a scale that broadcasts; a scale that float16 has no number for stands for rows of 0."""
+    """x through codes -127 .. 127 of a float16 scale that broadcasts; where that is 0, codes are x rounded."""
     scale = scale.to(torch.float16).float()
     scale = torch.where(scale == 0, 1.0, scale)
     return (x / scale).round().clamp(-127, 127) * scale
