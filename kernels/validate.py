@@ -21,11 +21,11 @@ def check_state(page_table: Tensor, seq_lens: Tensor, tail: Tensor, page_size: i
     if tail.dim() != 5 or tail.shape[1] != 2:
         raise ShapeMismatch(f"tail must be [batch, 2, num_kv_heads, group_size, head_dim], got {list(tail.shape)}.")
     batch, _, num_kv_heads, group_size, head_dim = tail.shape
-    if not tail.is_contiguous() and batch and not tail[0].is_contiguous():
-        raise ShapeMismatch(f"each sequence's tail must be contiguous, got strides {tail.stride()}. Use .contiguous().")
     layout = PageLayout(num_kv_heads, head_dim, page_size, group_size, kv_format, tail.dtype)
     _expect("page_table", page_table, (batch, None), torch.int64, tail.device)
     _expect("seq_lens", seq_lens, (batch,), torch.int32, tail.device)
+    if not tail.is_contiguous() and batch and not tail[0].is_contiguous():
+        raise ShapeMismatch(f"each sequence's tail must be contiguous, got strides {tail.stride()}. Use .contiguous().")
     return layout
 
 
