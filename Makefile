@@ -15,10 +15,11 @@ export TOKENIZERS_PARALLELISM := false
 demo: $(STAMP)
 	$(BIN)/gemkv demo
 
-# One process a core, one torch thread each; a file's tests stay in one process (they share models).
+# One process a core, one torch thread each; a file's tests stay in one process (they share models), and files go by
+# name, so that slow files with few tests are not the last.
 JOBS ?= $(shell env -u OMP_NUM_THREADS nproc)
 test: $(STAMP) $(OLDEST)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n $(JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # In an environment that has torch with CUDA, Triton and Transformers: make test-gpu STAMP= BIN=/path/to/its/bin
 test-gpu: $(STAMP)
