@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import transformers
 from family_reports import CELLS, family_report
 from golden import check_golden
 
@@ -31,7 +30,7 @@ def test_the_oldest_transformers_gives_the_same_reports():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["transformers"].startswith("5.17") and not transformers.__version__.startswith("5.17")
+    assert found["transformers"].startswith("5.17")
     for name, text in found["reports"].items():
         check_golden(f"families/{name}", text)
     assert len(found["reports"]) == len(CELLS)

@@ -475,3 +475,19 @@ def test_an_error_of_the_passes_keeps_the_graph_and_says_so(monkeypatch):
         compare(cases.sdpa, *cases.inputs())
     with pytest.raises(Exception, match="nothing"):
         gemkv_compile.compile(cases.sdpa, strict=True)(*cases.inputs())
+
+
+def test_a_softcap_written_with_two_minus_signs():
+    """-c * tanh(x / -c) is c * tanh(x / c): the operators take a positive cap."""
+    arguments = cases.inputs()
+
+    def function(q, k, v, past):
+        keys, values = cases.grown(k, v, past)
+        scores = -5.0 * torch.tanh(q @ keys.repeat_interleave(2, 1).mT * 0.25 / -5.0)
+        return scores.softmax(-1) @ values.repeat_interleave(2, 1), (keys, values)
+
+    with torch.no_grad():
+        (site,) = gemkv_compile.explain(function, *arguments).sites
+        ours = gemkv_compile.compile(function, kv_format="model")(*arguments)
+    assert (site.status, site.softcap) == ("rewritten", 5.0)
+    cases.tree_close(ours, function(*arguments), rtol=1e-5, atol=1e-5)

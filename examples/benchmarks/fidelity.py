@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import save
+from harness import about, save
 
 from gemkv_compile.cli.main import main as gemkv
 
@@ -41,6 +41,8 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = [json.loads(path.read_text()) for path in arguments.files]
     rows = rows or [evaluated(model, arguments.extra) for model in arguments.models.split(",")]
+    for row in rows:  # runs of several machines may stand in one file
+        row["about"].setdefault("commit", about()["commit"])
     print(f"saved to {save(arguments.save_as, rows)}")
 
 

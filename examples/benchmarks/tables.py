@@ -35,9 +35,8 @@ def decode_kernel(result: dict[str, Any]) -> str:
     ]
     for row in result["rows"]:
         times = " | ".join(f"{row[f'{name}_us']:.0f}" if f"{name}_us" in row else "-" for name in COLUMNS)
-        shape = f"{row['batch']} | {row['q_heads']}, {row['kv_heads']} | {row['head_dim']} | {row['tokens']}"
         rate = f"{row['speedup']:.2f} | {row['int8_gb_per_s']:.0f} | {row['append_us']:.1f}"
-        lines.append(f"| {shape} | {times} | {rate} |")
+        lines.append(f"| {_shape(row)} | {times} | {rate} |")
     return "\n".join(lines)
 
 
@@ -48,11 +47,10 @@ def prefill_kernel(result: dict[str, Any]) -> str:
         "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in result["rows"]:
-        shape = f"{row['batch']} | {row['q_heads']}, {row['kv_heads']} | {row['head_dim']} | {row['tokens']}"
         rates = {name: row.get(f"{name}_tflops") for name in ("fa2", "cudnn", "flex", "fa3", "gemkv")}
         cells = " | ".join("-" if rate is None else f"{rate:.0f}" for rate in rates.values())
         share = "-" if rates["fa3"] is None else f"{rates['gemkv'] / rates['fa3']:.2f}"
-        lines.append(f"| {shape} | {row['window'] or '-'} | {cells} | {share} |")
+        lines.append(f"| {_shape(row)} | {row['window'] or '-'} | {cells} | {share} |")
     return "\n".join(lines)
 
 
@@ -88,7 +86,8 @@ def end_to_end(result: dict[str, Any]) -> str:
 def fidelity(result: dict[str, Any]) -> str:
     """What a format changes in text, by model and prompt, with 95% intervals."""
     lines = [
-        "| model, path, device | prompt | format | tokens | perplexity, % | KL, 1e-6 nat | new top-1, % | needles |",
+        "| model, path, device, commit | prompt | format | tokens | perplexity, % | KL, 1e-6 nat | "
+        "new top-1, % | needles |",
         "|---|---:|---|---:|---:|---:|---:|---:|",
     ]
     for run in result["rows"]:
@@ -102,7 +101,7 @@ def fidelity(result: dict[str, Any]) -> str:
             ratio = _interval(row["ratio"], lambda x: f"{100 * (x - 1):+.2f}")
             kl = _interval(row["kl"], lambda x: f"{1e6 * x:.1f}")
             new = _interval(row["differs"], lambda x: f"{100 * x:.2f}")
-            what = f"{run['about']['model']}, {run['about']['path']}, {run['about']['device']}"
+            what = ", ".join(run["about"][key] for key in ("model", "path", "device", "commit"))
             start = f"| {what} | {row['prompt'] or 'all'} | {row['format']} | {row['tokens']}"
             lines.append(f"{start} | {ratio} | {kl} | {new} | {needles} |")
     return "\n".join(lines)
@@ -123,6 +122,10 @@ def int8_forms(result: dict[str, Any]) -> str:
             cells += [_interval(kl, lambda x: f"{1e6 * x:.3g}"), _interval(new, lambda x: f"{100 * x:.2f}")]
         lines.append(f"| {form} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _shape(row: dict[str, Any]) -> str:
+    return f"{row['batch']} | {row['q_heads']}, {row['kv_heads']} | {row['head_dim']} | {row['tokens']}"
 
 
 def _interval(estimate: dict[str, float], show: Callable[[float], str]) -> str:

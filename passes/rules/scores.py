@@ -76,7 +76,7 @@ def _peel_softcap(node: Any, scores: Scores) -> Any:
     inner = constant_factor(skip_views(tanh.args[0], scores.splits))
     if inner is None or not math.isclose(outer[1] * inner[1], 1.0, rel_tol=1e-6):
         return node
-    scores.softcap = outer[1]
+    scores.softcap = abs(outer[1])  # tanh is odd
     return inner[0]
 
 
