@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import inputs, sdpa
+from attention_cases import grown, inputs
 from tiny_models import FAMILIES, LATER_CELLS, build, greedy, prompt, tuple_model
 
 import gemkv_compile
@@ -90,9 +90,13 @@ def test_a_shadow_explains_the_drift(inner):
 
 
 def dropped(q, k, v, past):
-    """Attention with dropout before and after it."""
-    out, present = sdpa(F.dropout(q, 0.5), k, v, past)
-    return F.dropout(out, 0.5), present
+    """Attention with dropout before and after it; a mask is made where the queries are."""
+    k, v = grown(k, v, past)
+    first = k.shape[2] - q.shape[2]
+    queries, keys = (torch.arange(n, device=q.device) for n in (q.shape[2], k.shape[2]))
+    mask = keys[None] <= queries[:, None] + first
+    out = F.scaled_dot_product_attention(F.dropout(q, 0.5), k, v, attn_mask=mask, enable_gqa=True)
+    return F.dropout(out, 0.5), (k, v)
 
 
 @torch.no_grad()

@@ -70,7 +70,8 @@ def end_to_end(result: dict[str, Any]) -> str:
         "|---|---|---:|---:|---:|---:|",
     ]
     for row in result["rows"]:
-        start = f"| {row['model']}, {row['batch']} x {row['tokens']} | {MODES[row['mode']]}"
+        run = f" (a run of its own, commit {row['run']['commit']})" if "run" in row else ""
+        start = f"| {row['model']}, {row['batch']} x {row['tokens']} | {MODES[row['mode']]}{run}"
         if "failed" in row:
             lines.append(f"{start} | {row['failed']} | | | |")
             continue
