@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from gemkv_compile.compat import on_generate_of_optimized_module
+from gemkv_compile.compat import inline_create_block_mask, on_generate_of_optimized_module
 from gemkv_compile.errors import GemkvError, RewriteFailed, StrictError, UncompiledGenerate
 from gemkv_compile.inner import InnerCompiler, choose_inner, shared_compiles
 from gemkv_compile.memory_formula import dense_bytes, paged_bytes
@@ -208,5 +208,6 @@ def _is_ours(backend: Any) -> bool:
     return backend is gemkv or isinstance(backend, Backend)
 
 
-# torch.compile imports this file when the backend is named, before anybody can call generate.
+# torch.compile imports this file when the backend is named, before anything is traced and anybody can call generate.
+inline_create_block_mask()
 on_generate_of_optimized_module(_is_ours, lambda: warnings.warn(UncompiledGenerate(), stacklevel=4))

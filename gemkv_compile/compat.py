@@ -194,6 +194,36 @@ def flex_attention_file() -> str:
     return str(flex_attention.__file__)
 
 
+def inline_create_block_mask() -> bool:
+    """Let Dynamo trace create_block_mask(..., _compile=True) as create_block_mask(...), whose values are the same.
+
+    With `_compile` it warns and compiles itself. Dynamo breaks the graph at the warning, and what follows is given the
+    blocks as inputs, of which nothing can be proven. Outside a trace nothing changes.
+
+    Returns:
+        Whether it did: not if this PyTorch has no such argument, or another package did something of the kind.
+    """
+    import inspect
+    from types import FunctionType
+
+    from torch.nn.attention.flex_attention import create_block_mask as original
+
+    if not isinstance(original, FunctionType) or "_compile" not in inspect.signature(original).parameters:
+        return False
+    # Dynamo would take the original for what replaces it, again and again.
+    plain = FunctionType(original.__code__, original.__globals__, original.__name__, original.__defaults__)
+    plain.__kwdefaults__ = original.__kwdefaults__
+
+    def create_block_mask(*args: Any, _compile: bool = False, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs)
+
+    try:
+        torch.compiler.substitute_in_graph(original, skip_signature_check=True)(create_block_mask)
+    except ValueError:
+        return False
+    return True
+
+
 VMAP_BRACKETS = frozenset(("lazy_load_decompositions", "_vmap_increment_nesting", "_vmap_decrement_nesting"))
 VMAP_TENSORS = frozenset(("_add_batch_dim", "_remove_batch_dim"))
 """Names of the functions that Dynamo writes down for torch.vmap: around it, and for what goes in and comes out."""

@@ -10,7 +10,7 @@ from golden import check_golden
 from tiny_models import build, greedy, prompt
 from torch.nn.attention import flex_attention as flex_module
 
-from gemkv_compile import Options, PagedKVTensor
+from gemkv_compile import Options, PagedKVTensor, compat
 from gemkv_compile.backend import Backend
 from gemkv_compile.passes.version import pass_version
 from gemkv_compile.report import REASONS
@@ -165,13 +165,25 @@ def test_a_block_mask_from_outside_is_kept():
     assert "comes from outside the graph" in site.sentence
 
 
-def test_transformers_is_kept_with_the_way_out():
-    """It makes its block mask in a compile of its own, so the graph of the layers is given it."""
-    model, backend = build("llama", "flex_attention"), Backend(Options())
-    ids = prompt(2, 7)
+def test_transformers_block_mask_is_traced():
+    """It asks create_block_mask to compile itself; in a trace that is one graph with the layers, and proven."""
+    from transformers import DynamicCache
+
+    model, backend = build("gemma3", "flex_attention"), Backend(Options(kv_format="model", strict=True))
+    caches, ids = [DynamicCache(config=model.config) for _ in range(2)], prompt(2, 20)
     with torch.no_grad():
-        ours, theirs = torch.compile(model, backend=backend)(ids).logits, model(ids).logits
+        ours = torch.compile(model, backend=backend)(ids, past_key_values=caches[0]).logits
+        with torch.compiler.set_stance("force_eager"):
+            theirs = model(ids, past_key_values=caches[1]).logits
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    sites = [site for graph in backend.graphs for site in graph.sites]
-    assert {(site.status, site.reason) for site in sites} == {("kept", "block_mask_not_proven")}
-    assert all("attn_implementation='sdpa'" in site.sentence for site in sites)
+    (graph,) = backend.graphs
+    assert [site.mask for site in graph.sites] == ["causal, window 16", "causal"]
+
+
+def test_create_block_mask_outside_a_trace_is_as_it_was(monkeypatch):
+    """It still compiles itself when asked to; a second call of the hook changes nothing."""
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda function: asked.append(function) or function)
+    flex_module.create_block_mask(lambda b, h, i, j: i >= j, None, None, 8, 8, device="cpu", _compile=True)
+    assert asked == [flex_module.create_block_mask]
+    assert not compat.inline_create_block_mask()

@@ -7,11 +7,12 @@ import json
 
 import torch
 import transformers
-from tiny_models import FAMILIES, LATER_CELLS, build, prompt
+from tiny_models import FAMILIES, LATER_CELLS, MORE_FAMILIES, build, prompt
 
 import gemkv_compile
 
-CELLS = [(family, "eager" if family == "gemma2" else "sdpa") for family in FAMILIES] + LATER_CELLS
+CELLS = [(family, "eager" if family == "gemma2" else "sdpa") for family in FAMILIES | MORE_FAMILIES]
+CELLS += LATER_CELLS
 
 
 def family_report(family, attention):

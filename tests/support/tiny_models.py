@@ -87,6 +87,51 @@ def gpt_oss(**changes):
     return GptOssForCausalLM, GptOssConfig(**COMMON | own | experts | changes)
 
 
+def llama3(**changes):
+    """Llama 3: rotary frequencies scaled by "llama3"."""
+    scaling = dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+    return llama(rope_parameters=scaling | {"original_max_position_embeddings": 128}, **changes)
+
+
+def qwen2(**changes):
+    """Qwen 2.5: biases on queries, keys and values."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM, Qwen2Config(**COMMON | dict(num_hidden_layers=2) | changes)
+
+
+def phi3(**changes):
+    """Phi 3: one projection for queries, keys and values; a window; rotary on half of a head."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    rope = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)
+    own = dict(num_hidden_layers=2, sliding_window=WINDOW, rope_parameters=rope)
+    return Phi3ForCausalLM, Phi3Config(**COMMON | NO_TOKENS | own | changes)
+
+
+def olmo2(**changes):
+    """OLMo 2: norms of queries and keys, and after attention and MLP."""
+    from transformers import Olmo2Config, Olmo2ForCausalLM
+
+    return Olmo2ForCausalLM, Olmo2Config(**COMMON | NO_TOKENS | dict(num_hidden_layers=2) | changes)
+
+
+def glm4(**changes):
+    """GLM 4: interleaved rotary on half of a head, biases, norms after."""
+    from transformers import Glm4Config, Glm4ForCausalLM
+
+    return Glm4ForCausalLM, Glm4Config(**COMMON | NO_TOKENS | dict(num_hidden_layers=2) | changes)
+
+
+def stablelm(**changes):
+    """StableLM: rotary on a quarter of a head, LayerNorm."""
+    from transformers import StableLmConfig, StableLmForCausalLM
+
+    return StableLmForCausalLM, StableLmConfig(**COMMON | NO_TOKENS | dict(num_hidden_layers=2) | changes)
+
+
+NO_TOKENS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
+MORE_FAMILIES = {f.__name__: f for f in (llama3, qwen2, phi3, olmo2, glm4, stablelm)}
 LATER_FAMILIES = {f.__name__: f for f in (gemma3n, gemma4, gpt_oss)}
 LATER_CELLS = [("gemma3n", "sdpa"), ("gemma4", "sdpa"), ("gemma4", "eager"), ("gpt_oss", "eager")]
 FAMILIES = {f.__name__: f for f in (gemma1, gemma2, gemma3, llama, qwen3, mistral)}
@@ -94,7 +139,7 @@ FAMILIES = {f.__name__: f for f in (gemma1, gemma2, gemma3, llama, qwen3, mistra
 
 def build(family, attention="sdpa", seed=0, dtype=torch.float32, **changes):
     """A small random model of a family, in eval mode, that never stops early."""
-    model_class, config = (FAMILIES | LATER_FAMILIES)[family](**changes)
+    model_class, config = (FAMILIES | MORE_FAMILIES | LATER_FAMILIES)[family](**changes)
     torch.manual_seed(seed)
     model = model_class._from_config(config, attn_implementation=attention).to(dtype).eval()
     model.generation_config.eos_token_id = None
