@@ -10,7 +10,7 @@ export PYTHONSAFEPATH := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-gpu lint typecheck goldens bench clean
+.PHONY: demo test test-gpu lint typecheck goldens bench matrix clean
 
 demo: $(STAMP)
 	$(BIN)/gemkv demo
@@ -44,6 +44,11 @@ bench: $(STAMP)
 	cd examples/benchmarks && for name in $(BENCHMARKS); do ../../$(BIN)/python $$name.py || exit 1; done
 	cd examples/benchmarks && ../../$(BIN)/python tables.py && ../../$(BIN)/python plots.py
 BENCHMARKS ?= kv_memory int8_forms decode_kernel prefill_kernel end_to_end
+
+# Every family, attention and cache (half an hour); FAMILIES="llama gemma3" runs these again. Scripts import each other.
+matrix: $(STAMP)
+	cd examples/benchmarks && PYTHONSAFEPATH= ../../$(BIN)/python matrix.py $(FAMILIES)
+	cd examples/benchmarks && ../../$(BIN)/python tables.py
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

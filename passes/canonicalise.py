@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from gemkv_compile.passes.effects import write_after, writes_of
 from gemkv_compile.passes.lens import argument, by_position, op_of, rank_of, value_of
 from gemkv_compile.passes.symbols import SymbolTable
 
@@ -40,6 +41,7 @@ def canonicalise(module: GraphModule) -> tuple[GraphModule, CanonicaliseReport]:
         by_position(node)
     _fold_sizes(graph)
     _fold_scales(graph)
+    _remove_copied_pasts(graph)
     _remove_noops(graph)
     graph.lint()
     return GraphModule(module, graph), CanonicaliseReport(handles)
@@ -103,6 +105,33 @@ def _remove_noops(graph: Graph) -> None:
         if _is_noop(node):
             replace_uses(node, node.args[0])
             graph.erase_node(node)
+
+
+def _remove_copied_pasts(graph: Graph) -> None:
+    """Take an input for its copy cat([empty, input]), which Transformers' DynamicCache makes of a tuple's tensors.
+
+    Only if nothing but other concatenations, which copy too, has the copy, and nothing is written that it may share.
+    """
+    copies = [node for node in graph.nodes if _copied_past(node) is not None]
+    writes = writes_of(graph) if copies else {}
+    for node in copies:
+        past = _copied_past(node)
+        assert past is not None
+        if all(op_of(user) == "cat" for user in node.users) and write_after([past, node], writes) is None:
+            replace_uses(node, past)
+            graph.erase_node(node)
+
+
+def _copied_past(node: Node) -> Node | None:
+    """The input that torch.cat([torch.tensor([]), input], dim) is a copy of."""
+    tensors = argument(node, 0, "tensors") if op_of(node) == "cat" else None
+    if not isinstance(tensors, (list, tuple)) or len(tensors) != 2 or node.kwargs.keys() - {"dim"}:
+        return None
+    empty, past = map(value_of, tensors)
+    if not isinstance(past, torch.Tensor) or not isinstance(tensors[1], Node) or tensors[1].op != "placeholder":
+        return None
+    is_empty = isinstance(empty, torch.Tensor) and tuple(empty.shape) == (0,) and past.dim() > 1
+    return tensors[1] if is_empty and (empty.dtype, empty.device) == (past.dtype, past.device) else None
 
 
 def _is_noop(node: Node) -> bool:

@@ -1,8 +1,9 @@
-"""Tables of the README and DESIGN.md from results/*.json: `python tables.py` writes, `tables.py --check` compares."""
+"""Tables of the documents from results/*.json: `python tables.py` writes, `tables.py --check` compares."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -125,6 +126,35 @@ def int8_forms(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def matrix(result: dict[str, Any]) -> str:
+    """What becomes of each family, attention and cache; how many are rewritten; why the others are not."""
+    rows = result["rows"]
+    columns = list(dict.fromkeys((row["attention"], row["cache"]) for row in rows))
+    lines = ["| family | " + " | ".join(f"{a}, {c}" for a, c in columns) + " |", "|---|" + "---|" * len(columns)]
+    for family in dict.fromkeys(row["family"] for row in rows):
+        own = {(row["attention"], row["cache"]): row for row in rows if row["family"] == family}
+        cells = [_cell(own[column]) if column in own else "" for column in columns]
+        lines.append(f"| {family} | {' | '.join(cells)} |")
+    offered = [row for row in rows if row["status"] != "not offered"]
+    done = sum(row["status"] == "rewritten" for row in offered)
+    share = f"{done} of {len(offered)} cells rewritten ({100 * done / max(len(offered), 1):.1f}%)"
+    lines += ["", f"{share}; {len(rows) - len(offered)} more are not offered by Transformers.", ""]
+    whys: dict[str, int] = {}
+    for row in rows:
+        if row["status"] != "rewritten":
+            why = re.sub(r" \([^()]*\)", "", row["why"]).replace("|", "/")
+            why = f"{_cell(row)}: {why}"
+            whys[why] = whys.get(why, 0) + 1
+    return "\n".join([*lines, *(f"* {why} ({count} cells)" for why, count in whys.items())])
+
+
+def _cell(row: dict[str, Any]) -> str:
+    """A cell of the matrix: "rewritten", the reason codes, or the status."""
+    if row["status"] == "rewritten":
+        return "rewritten" + (f", {row['dense']} of {row['sites']} masks dense" if row["dense"] else "")
+    return ", ".join(f"`{code}`" for code in row.get("reasons", ())) or row["status"]
+
+
 def _shape(row: dict[str, Any]) -> str:
     return f"{row['batch']} | {row['q_heads']}, {row['kv_heads']} | {row['head_dim']} | {row['tokens']}"
 
@@ -141,6 +171,7 @@ TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str, str]] = {  # how, 
     "decode_kernel": (decode_kernel, "median microseconds", "README.md"),
     "prefill_kernel": (prefill_kernel, "TFLOPS of medians", "README.md"),
     "int8_forms": (int8_forms, "95% intervals", "DESIGN.md"),
+    "matrix": (matrix, "tiny random models", "docs/matrix.md"),
 }
 
 
