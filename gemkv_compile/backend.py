@@ -19,10 +19,12 @@ from gemkv_compile.errors import GemkvError, RewriteFailed, StrictError, Uncompi
 from gemkv_compile.inner import InnerCompiler, choose_inner, shared_compiles
 from gemkv_compile.memory_formula import dense_bytes, paged_bytes
 from gemkv_compile.options import Options
+from gemkv_compile.passes.boundaries import Boundaries, Break, boundaries_of
 from gemkv_compile.passes.canonicalise import canonicalise
 from gemkv_compile.passes.decide import Facts, Rewrite, decide
 from gemkv_compile.passes.find_attention import find_attention
 from gemkv_compile.passes.find_updates import find_updates
+from gemkv_compile.passes.length_free import LengthReport, prove_length_free
 from gemkv_compile.passes.printing import format_graph
 from gemkv_compile.passes.rewrite import rewrite_graph
 from gemkv_compile.passes.site_reports import describe_sites
@@ -61,24 +63,32 @@ class Backend:
         self.options = options
         self.mode = mode
         self.graphs: list[GraphReport] = []
+        self.breaks: list[Break] = []  # which ended a graph of these
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph."""
         raise_recompile_limit()
+        boundaries = boundaries_of(gm, self.breaks)
+        if boundaries.after is not None and boundaries.after not in self.breaks:
+            self.breaks.append(boundaries.after)
         with progress_line(f"compiling a graph of {len(gm.graph.nodes)} nodes"):
-            compiled, report = compile_graph(gm, example_inputs, self.options, self.mode)
+            compiled, report = compile_graph(gm, example_inputs, self.options, self.mode, boundaries)
         self.graphs.append(report)
         return compiled
 
 
 def compile_graph(
-    gm: GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None = None
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    mode: str | None = None,
+    boundaries: Boundaries | None = None,
 ) -> tuple[Callable[..., Any], GraphReport]:
     """Run all stages on one graph; returns what to call, and the report."""
     clock = _Clock()
     inner = choose_inner(options.inner, mode, example_inputs)
     try:
-        found = _rewrite(gm, options, clock)
+        found = _rewrite(gm, options, clock, boundaries or boundaries_of(gm, ()))
     except GemkvError:
         raise
     except Exception as error:
@@ -92,8 +102,20 @@ def compile_graph(
         return compiled, GraphReport(found.sites, (), found.before, found.before, inner.name, False, clock.seconds)
     with clock("inner compile"):
         compiled, shared = shared_compiles.compile(inner, found.module, found.example_inputs)
-    after = format_graph(found.module.graph)
-    report = GraphReport(found.sites, found.memory, found.before, after, inner.name, shared, clock.seconds)
+    with clock("describe"):
+        after = format_graph(found.module.graph)
+    length = found.length
+    report = GraphReport(
+        found.sites,
+        found.memory,
+        found.before,
+        after,
+        inner.name,
+        shared,
+        clock.seconds,
+        length_free=None if length is None else length.is_free,
+        length_reason="" if length is None or length.is_free else f"{length.sentence} {length.source}".strip(),
+    )
     executable = Executable(compiled, gm, found.plan)
     if not options.shadow or not found.plan.tables:
         return executable, report
@@ -133,13 +155,15 @@ class _Rewritten:
     memory: tuple[CacheMemory, ...] = ()
     example_inputs: tuple[Any, ...] = ()
     plan: CallPlan | None = None
+    length: LengthReport | None = None
 
 
-def _rewrite(gm: GraphModule, options: Options, clock: _Clock) -> _Rewritten:
+def _rewrite(gm: GraphModule, options: Options, clock: _Clock, boundaries: Boundaries) -> _Rewritten:
     """All passes, in order."""
     with clock("canonicalise"):
         module, canonical = canonicalise(gm)
-    before = format_graph(module.graph)
+    with clock("describe"):
+        before = format_graph(module.graph)
     with clock("find attention"):
         attentions = find_attention(module.graph)
     with clock("find updates"):
@@ -148,14 +172,19 @@ def _rewrite(gm: GraphModule, options: Options, clock: _Clock) -> _Rewritten:
     facts = Facts(options.kv_format, options.group_size, options.page_size, canonical.handle_inputs)
     with clock("prove and decide"):
         verdicts = decide(updates.caches, placeholders, facts)
-    sites = describe_sites(module.graph, verdicts, attentions, updates)
+    with clock("describe"):
+        sites = describe_sites(module.graph, verdicts, attentions, updates, boundaries)
     if options.strict:
         _enforce_strict(sites)
     if not verdicts.rewrites and not canonical.handle_inputs:
         return _Rewritten(module, sites, before)
     with clock("rewrite"):
         rewritten = rewrite_graph(module, verdicts.rewrites, options.pool_bytes)
-    return _Rewritten(module, sites, before, _memory(verdicts.rewrites), rewritten.example_inputs, rewritten.plan)
+    with clock("length free"):
+        length = prove_length_free(module.graph, verdicts.rewrites, rewritten.plan.inputs)
+    with clock("describe"):
+        memory = _memory(verdicts.rewrites)
+    return _Rewritten(module, sites, before, memory, rewritten.example_inputs, rewritten.plan, length)
 
 
 def _as_it_was(
@@ -194,7 +223,7 @@ class _Clock:
     def __call__(self, stage: str) -> Iterator[None]:
         begin = time.perf_counter()
         yield
-        self.seconds[stage] = time.perf_counter() - begin
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - begin
 
 
 def raise_recompile_limit() -> None:

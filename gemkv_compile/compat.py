@@ -235,6 +235,20 @@ def is_vmap(node: Any, names: frozenset[str]) -> bool:
     return node.op == "call_function" and getattr(node.target, "__name__", "") in names and "functorch" in module
 
 
+def graph_break_of(module: Any) -> tuple[str, str, tuple[str, int]] | None:
+    """The graph break that ended a graph of Dynamo's, or None if its function returned.
+
+    Returns:
+        Dynamo's reason; "file:line, in function: code" of the innermost frame; file and line of the graph's own frame.
+    """
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break or not reason.user_stack:
+        return None
+    own, inner = reason.user_stack[0], reason.user_stack[-1]
+    place = f"{inner.filename}:{inner.lineno}, in {inner.name}: {inner.line}"
+    return reason.reason, place, (own.filename, own.lineno)
+
+
 def on_generate_of_optimized_module(is_ours: Callable[[Any], bool], tell: Callable[[], None]) -> None:
     """Call `tell` when `generate` is taken from a torch.compile(module) whose backend is ours.
 

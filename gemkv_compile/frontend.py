@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,7 +49,7 @@ def _compile(target: Any, backend: Backend) -> Any:
 
 
 def report_of(model: Any) -> Report:
-    """Report what a compiled model's calls have compiled to so far, with what the shadow has found.
+    """Report what a compiled model's calls have compiled to so far, with graph breaks and what the shadow has found.
 
     Args:
         model: What `compile` returned.
@@ -62,7 +62,7 @@ def report_of(model: Any) -> Report:
             f"report_of takes what gemkv_compile.compile returned, got another {type(model).__name__}. Compile it with "
             "gemkv_compile.compile(model, ...) instead of by the backend's name, or call gemkv_compile.explain."
         )
-    return Report(tuple(backend.graphs))
+    return Report(tuple(backend.graphs), break_texts(backend))
 
 
 def explain(model: Callable[..., Any], *args: Any, gemkv_options: Options | None = None, **kwargs: Any) -> Report:
@@ -82,7 +82,18 @@ def explain(model: Callable[..., Any], *args: Any, gemkv_options: Options | None
     target = model.forward if isinstance(model, torch.nn.Module) else model
     with recorded_breaks() as breaks:
         torch.compile(target, backend=backend)(*args, **kwargs)
-    return Report(tuple(backend.graphs), tuple(breaks))
+    return Report(tuple(backend.graphs), break_texts(backend, breaks))
+
+
+def break_texts(backend: Backend, counted: Sequence[str] = ()) -> tuple[str, ...]:
+    """Graph breaks in Dynamo's words: those that ended a graph of the backend, with their places; and others.
+
+    Args:
+        counted: Reasons of all breaks, which a break with nothing before it has, too.
+    """
+    placed = [f"{each.reason}\n  At {each.place}" for each in backend.breaks]
+    known = {each.reason for each in backend.breaks}
+    return (*placed, *(reason for reason in counted if reason not in known))
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import sympy
 
 from gemkv_compile.kernels.layout import FIRST_MAX_PAGES, PageLayout
@@ -10,6 +12,7 @@ from gemkv_compile.report import BATCH, TOKENS
 LENGTH_BYTES = 8  # seq_lens and starts, int32 each
 
 
+@functools.cache  # sympy takes its time, and most layers are alike
 def paged_bytes(layout: PageLayout, keep: int | None) -> sympy.Expr:
     """Bytes of pages, tail and tables while decoding token by token, in B and S.
 

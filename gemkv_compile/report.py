@@ -122,7 +122,13 @@ class ShadowedCall:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One compiled graph; `shadow` grows with the option of that name while the graph is called."""
+    """One compiled graph; `shadow` grows with the option of that name while the graph is called.
+
+    Args:
+        length_free: Whether nothing in a decode graph but its caches' state depends on their length (CUDA graphs need
+            that); None for other graphs.
+        length_reason: What depends on it, with the source line, or "".
+    """
 
     sites: tuple[Site, ...]
     caches: tuple[CacheMemory, ...]
@@ -132,6 +138,8 @@ class GraphReport:
     inner_shared: bool
     stages: dict[str, float] = field(default_factory=dict)  # seconds by stage
     shadow: list[ShadowedCall] = field(default_factory=list)
+    length_free: bool | None = None
+    length_reason: str = ""
 
     @property
     def kept(self) -> tuple[Site, ...]:
@@ -191,6 +199,8 @@ class Report:
             console.print(_site_table(index, graph))
             for line in _places(graph):
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
+            if graph.length_free is not None:
+                console.print(_length_line(graph), markup=False, highlight=False, soft_wrap=True)
         console.print(_memory_table(self))
         if any(graph.shadow for graph in self.graphs):
             console.print(_shadow_table(self))
@@ -226,6 +236,12 @@ def _places(graph: GraphReport) -> Iterator[str]:
     for (status, reason, sentence, source), numbers in layers.items():
         why = f": {reason}: {sentence}" if reason else ""
         yield f"  layer {', '.join(numbers)} {status}{why}\n    {source}"
+
+
+def _length_line(graph: GraphReport) -> str:
+    if graph.length_free:
+        return "  the same at every length of its caches"
+    return f"  not the same at every length of its caches: {graph.length_reason}"
 
 
 def _memory_table(report: Report) -> Table:

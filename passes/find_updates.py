@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from gemkv_compile.passes.effects import write_after, writes_of
 from gemkv_compile.passes.lens import module_path, op_of, rank_of, shape_of
-from gemkv_compile.passes.liveness import live_nodes
+from gemkv_compile.passes.liveness import Effects, effects_of, live_nodes
 from gemkv_compile.passes.rules import update_cat
 from gemkv_compile.passes.rules.folding import split_of
 from gemkv_compile.passes.rules.update_cat import Rows
@@ -49,11 +49,11 @@ def find_updates(graph: Graph, attentions: Sequence[Attention], refused: Sequenc
         key = (pair[0].all_rows, pair[1].all_rows)
         rows.setdefault(key, pair)
         readers.setdefault(key, []).append(replace(attention, visible=pair[0].visible))
-    writes = writes_of(graph)
+    writes, effects = writes_of(graph), effects_of(graph)
     caches: list[Cache] = []
     for key, pair in rows.items():
         cache = _cache(pair, tuple(readers[key]), returned)
-        refusal = _check(graph, cache, writes)
+        refusal = _check(graph, cache, writes, effects)
         if refusal is None:
             caches.append(cache)
         else:
@@ -128,7 +128,7 @@ def _without_copies(node: Any) -> Any:
     return node
 
 
-def _check(graph: Graph, cache: Cache, writes: Mapping[Node, set[Node]]) -> Refusal | None:
+def _check(graph: Graph, cache: Cache, writes: Mapping[Node, set[Node]], effects: Effects) -> Refusal | None:
     """Everything that touches the cached rows is an attention that was read, or a graph output."""
     node = cache.readers[0].node
     new = shape_of(cache.new_keys) or (), shape_of(cache.new_values) or ()
@@ -144,7 +144,7 @@ def _check(graph: Graph, cache: Cache, writes: Mapping[Node, set[Node]]) -> Refu
         name = getattr(writer.target, "__name__", writer.target)
         what = f"`{name}` writes in place into a tensor that this attention or its cache is made of."
         return Refusal("written_in_place", what, writer)
-    return _used_elsewhere(graph, cache)
+    return _used_elsewhere(graph, cache, effects)
 
 
 def _computation(graph: Graph, cache: Cache) -> set[Node]:
@@ -164,13 +164,13 @@ def _computation(graph: Graph, cache: Cache) -> set[Node]:
     return (forward & backward | starts) - set(readers)
 
 
-def _used_elsewhere(graph: Graph, cache: Cache) -> Refusal | None:
+def _used_elsewhere(graph: Graph, cache: Cache, effects: Effects) -> Refusal | None:
     """The past, and past and new rows together, must serve attention and the returned cache only."""
     if cache.past_keys is None or cache.past_values is None:
         return None  # new rows that start a cache stay in the graph: anyone may use them
     inputs = (cache.new_keys, cache.new_values)
     replaced = {r.node: [n for n in (r.query, r.mask, r.sinks, *inputs) if n is not None] for r in cache.readers}
-    live = live_nodes(graph, replaced, {output.index for output in cache.outputs})
+    live = live_nodes(graph, replaced, {output.index for output in cache.outputs}, effects)
     for rows in (cache.past_keys, cache.past_values, cache.all_keys, cache.all_values):
         if rows in live:
             user = _user(rows, live - replaced.keys())

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch.fx import Graph, Node
 
+from gemkv_compile.passes.boundaries import Boundaries, cut_off
 from gemkv_compile.passes.decide import Read, Rewrite, Verdicts
 from gemkv_compile.passes.find_attention import AttentionReport
 from gemkv_compile.passes.find_updates import UpdateReport
@@ -16,20 +17,29 @@ from gemkv_compile.passes.symbols import static_int
 from gemkv_compile.report import Site, describe_mask
 
 
+_WHOLE = Boundaries()
+
+
 def describe_sites(
-    graph: Graph, verdicts: Verdicts, attentions: AttentionReport, updates: UpdateReport
+    graph: Graph,
+    verdicts: Verdicts,
+    attentions: AttentionReport,
+    updates: UpdateReport,
+    boundaries: Boundaries = _WHOLE,
 ) -> tuple[Site, ...]:
     """One site per attention and per unread cache update, in graph order."""
     order = {node: i for i, node in enumerate(graph.nodes)}
-    sites: list[tuple[Node, Site]] = []
+    sites: list[tuple[Node, Node, Site]] = []  # what stands there, what its sentence is about, what is said
     for rewrite in verdicts.rewrites:
-        sites += [(read.attention.node, _rewritten(rewrite, read)) for read in rewrite.reads]
+        nodes = [read.attention.node for read in rewrite.reads]
+        sites += [(node, node, _rewritten(rewrite, read)) for node, read in zip(nodes, rewrite.reads, strict=True)]
     for attention, refusal in (*verdicts.kept, *updates.without):
-        sites.append((attention.node, _kept(attention, refusal)))
+        sites.append((attention.node, refusal.node, _kept(attention, refusal)))
     for refusal in (*(refusal for _, refusal in attentions.refused), *updates.unread):
-        sites.append((refusal.node, _refused(refusal)))
-    sites.sort(key=lambda pair: order[pair[0]])
-    return tuple(_numbered(site, node, i) for i, (node, site) in enumerate(sites))
+        sites.append((refusal.node, refusal.node, _refused(refusal)))
+    sites.sort(key=lambda triple: order[triple[0]])
+    cuts = [cut_off(site.reason, about, boundaries) for _, about, site in sites]
+    return tuple(_numbered(site, node, i, cuts[i]) for i, (node, _, site) in enumerate(sites))
 
 
 def _rewritten(rewrite: Rewrite, read: Read) -> Site:
@@ -73,7 +83,7 @@ def _refused(refusal: Refusal) -> Site:
     return Site(0, "", "kept", refusal.reason, refusal.sentence, source_line(refusal.node))
 
 
-def _numbered(site: Site, node: Node, position: int) -> Site:
+def _numbered(site: Site, node: Node, position: int, cut: str) -> Site:
     """The site with its module path, and its layer number from that path (else its position among the sites)."""
     path = module_path(node)
     number = re.search(r"\.(\d+)(?:\.|$)", f".{path}")
@@ -81,5 +91,5 @@ def _numbered(site: Site, node: Node, position: int) -> Site:
         site,
         layer=int(number[1]) if number else position,
         module=path or f"attention {position}",
-        sentence=f"{site.sentence.rstrip('.')}." if site.sentence else "",
+        sentence=f"{site.sentence.rstrip('.')}. {cut}".rstrip() if site.sentence else "",
     )
