@@ -8,7 +8,6 @@ from torch.fx import Graph, Node
 
 from gemkv_compile.passes.effects import has_effect, private_memory
 
-
 Effects = Mapping[Node, set[Node] | None]
 """Each node that does more than return a value; a set where it only matters if one of these tensors does."""
 

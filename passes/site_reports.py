@@ -16,7 +16,6 @@ from gemkv_compile.passes.sites import Attention, Refusal
 from gemkv_compile.passes.symbols import static_int
 from gemkv_compile.report import Site, describe_mask
 
-
 _WHOLE = Boundaries()
 
 
