@@ -14,7 +14,12 @@ import torch
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from gemkv_compile.compat import inline_create_block_mask, on_generate_of_optimized_module
+from gemkv_compile.compat import (
+    graph_break_counts,
+    inline_create_block_mask,
+    on_generate_of_optimized_module,
+    recompile_reason,
+)
 from gemkv_compile.errors import GemkvError, RewriteFailed, StrictError, UncompiledGenerate
 from gemkv_compile.inner import InnerCompiler, choose_inner, shared_compiles
 from gemkv_compile.memory_formula import dense_bytes, paged_bytes
@@ -64,6 +69,7 @@ class Backend:
         self.mode = mode
         self.graphs: list[GraphReport] = []
         self.breaks: list[Break] = []  # which ended a graph of these
+        self.counted_before = dict(graph_break_counts())
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph."""
@@ -99,7 +105,9 @@ def compile_graph(
     if found.plan is None:
         with clock("inner compile"):
             compiled = inner.compile(gm, example_inputs)
-        return compiled, GraphReport(found.sites, (), found.before, found.before, inner.name, False, clock.seconds)
+        seconds, text = clock.seconds, found.before
+        report = GraphReport(found.sites, (), text, text, inner.name, False, seconds, recompiled=recompile_reason())
+        return compiled, report
     with clock("inner compile"):
         compiled, shared = shared_compiles.compile(inner, found.module, found.example_inputs)
     with clock("describe"):
@@ -113,6 +121,7 @@ def compile_graph(
         inner.name,
         shared,
         clock.seconds,
+        recompiled=recompile_reason(),
         length_free=None if length is None else length.is_free,
         length_reason="" if length is None or length.is_free else f"{length.sentence} {length.source}".strip(),
     )

@@ -249,6 +249,20 @@ def graph_break_of(module: Any) -> tuple[str, str, tuple[str, int]] | None:
     return reason.reason, place, (own.filename, own.lineno)
 
 
+def graph_break_counts() -> dict[str, int]:
+    """How often Dynamo broke a graph in this process, by its reason."""
+    counts: dict[str, int] = torch._dynamo.utils.counters["graph_break"]
+    return counts
+
+
+def recompile_reason() -> str:
+    """Why Dynamo traces the function once more that is being compiled: the guard that failed; "" for the first time."""
+    from torch._dynamo.utils import get_metrics_context
+
+    metrics = getattr(get_metrics_context(), "_metrics", {})
+    return " ".join(str(metrics.get("recompile_reason") or "").split("User stack trace")[0].split())
+
+
 def on_generate_of_optimized_module(is_ours: Callable[[Any], bool], tell: Callable[[], None]) -> None:
     """Call `tell` when `generate` is taken from a torch.compile(module) whose backend is ours.
 

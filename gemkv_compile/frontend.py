@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from gemkv_compile.backend import Backend
+from gemkv_compile.compat import graph_break_counts
 from gemkv_compile.options import Options
 from gemkv_compile.report import Report
 
@@ -80,28 +80,18 @@ def explain(model: Callable[..., Any], *args: Any, gemkv_options: Options | None
     """
     backend = Backend(gemkv_options or Options())
     target = model.forward if isinstance(model, torch.nn.Module) else model
-    with recorded_breaks() as breaks:
-        torch.compile(target, backend=backend)(*args, **kwargs)
-    return Report(tuple(backend.graphs), break_texts(backend, breaks))
+    torch.compile(target, backend=backend)(*args, **kwargs)
+    return Report(tuple(backend.graphs), break_texts(backend))
 
 
-def break_texts(backend: Backend, counted: Sequence[str] = ()) -> tuple[str, ...]:
+def break_texts(backend: Backend) -> tuple[str, ...]:
     """Graph breaks in Dynamo's words: those that ended a graph of the backend, with their places; and others.
 
-    Args:
-        counted: Reasons of all breaks, which a break with nothing before it has, too.
+    A break in a loop leaves the whole function uncompiled: no graph ends there, and Dynamo only counts it. So other
+    breaks of this process since the backend was made are among them, another model's too.
     """
     placed = [f"{each.reason}\n  At {each.place}" for each in backend.breaks]
     known = {each.reason for each in backend.breaks}
-    return (*placed, *(reason for reason in counted if reason not in known))
-
-
-@contextmanager
-def recorded_breaks() -> Iterator[list[str]]:
-    """Collect the reasons of Dynamo's graph breaks in a block, each once."""
-    counts = torch._dynamo.utils.counters["graph_break"]
-    before, reasons = dict(counts), list[str]()
-    try:
-        yield reasons
-    finally:
-        reasons += [reason for reason, count in counts.items() if count > before.get(reason, 0)]
+    counts, before = graph_break_counts(), backend.counted_before
+    others = [reason for reason, count in counts.items() if count > before.get(reason, 0) and reason not in known]
+    return (*placed, *others)

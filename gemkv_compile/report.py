@@ -125,6 +125,7 @@ class GraphReport:
     """One compiled graph; `shadow` grows with the option of that name while the graph is called.
 
     Args:
+        recompiled: The guard that failed, if Dynamo traced the function once more; "" for its first graph.
         length_free: Whether nothing in a decode graph but its caches' state depends on their length (CUDA graphs need
             that); None for other graphs.
         length_reason: What depends on it, with the source line, or "".
@@ -138,6 +139,7 @@ class GraphReport:
     inner_shared: bool
     stages: dict[str, float] = field(default_factory=dict)  # seconds by stage
     shadow: list[ShadowedCall] = field(default_factory=list)
+    recompiled: str = ""
     length_free: bool | None = None
     length_reason: str = ""
 
@@ -199,6 +201,8 @@ class Report:
             console.print(_site_table(index, graph))
             for line in _places(graph):
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
+            if graph.recompiled:
+                console.print(f"  traced again: {graph.recompiled}", markup=False, highlight=False, soft_wrap=True)
             if graph.length_free is not None:
                 console.print(_length_line(graph), markup=False, highlight=False, soft_wrap=True)
         console.print(_memory_table(self))

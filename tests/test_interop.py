@@ -5,8 +5,8 @@ import warnings
 import pytest
 import torch
 import transformers
+from opaque_attention import opaque_attention
 from tiny_models import build, generated, prompt
-from torch import nn
 
 import gemkv_compile
 from gemkv_compile import Options, PagedKVTensor
@@ -44,7 +44,7 @@ def test_static_cache_without_a_mask(family):
 
 
 def test_hook_in_every_layer():
-    """Hooks that Dynamo cannot trace break the graph at each layer; the caches are paged all the same."""
+    """D15: hooks that Dynamo cannot trace break the graph at each layer; the caches are paged all the same."""
     model, seen = build("gemma3"), []
 
     @torch._dynamo.disable
@@ -75,20 +75,8 @@ def test_mask_from_outside_the_graph_is_used_exactly():
     assert ("rewritten", "mask_outside_graph") in reasons and all(status == "rewritten" for status, _ in reasons)
 
 
-@torch.library.custom_op("gemkv_tests::opaque_attention", mutates_args=())
-def opaque_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Stands for an attention kernel that the passes do not know, such as flash-attn 2."""
-    causal = torch.arange(k.shape[2])[None] <= torch.arange(q.shape[2])[:, None] + (k.shape[2] - q.shape[2])
-    out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=causal, scale=scale, enable_gqa=True)
-    return out.clone()
-
-
-@opaque_attention.register_fake
-def _(q, k, v, scale):
-    return torch.empty_like(q)
-
-
 def test_unknown_attention_kernel_says_to_set_sdpa():
+    """D15: as attn_implementation="flash_attention_2" is one."""
     from transformers import AttentionInterface
 
     def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import build, prompt
+from tiny_models import build, prompt, tuple_model
 from torch._dynamo.utils import counters
 
 import gemkv_compile
@@ -74,3 +74,40 @@ def test_limit_is_raised_once_and_said(caplog):
         generate(model, 10, steps=3)
     assert torch._dynamo.config.recompile_limit == 64
     assert [record.message for record in caplog.records] == ["gemkv: torch._dynamo.config.recompile_limit is now 64"]
+
+
+class WithPosition(torch.nn.Module):
+    """A hand-written model that is told, or counts itself, how many tokens came before: a Python int."""
+
+    def __init__(self, counts):
+        super().__init__()
+        self.inner, self.counts, self.seen = tuple_model(layers=1), counts, 0
+
+    def forward(self, ids, pasts, seen):
+        logits, pasts = self.inner(ids, pasts)
+        if self.counts:
+            self.seen += ids.shape[1]
+            seen = self.seen
+        return logits + seen, pasts
+
+
+@pytest.mark.parametrize("counts", [False, True], ids=["an argument", "an attribute"])
+def test_a_python_int_that_grows_with_each_token(counts):
+    """C2: an argument becomes symbolic; Dynamo takes a module's attribute for constant, and the report says so."""
+    outs, pasts, models = [], [None, None], [WithPosition(counts).eval() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    models[0] = gemkv_compile.compile(models[0], kv_format="model", strict=True)
+    with torch.no_grad():
+        for step in range(7):
+            for i, model in enumerate(models):
+                logits, pasts[i] = model(prompt(1, 1, step), pasts[i], step)
+                outs.append(logits)
+    for ours, theirs in zip(outs[::2], outs[1::2], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    report = gemkv_compile.report_of(models[0])
+    if counts:
+        assert traces() == 7 <= torch._dynamo.config.recompile_limit
+        assert "self.seen ==" in report.graphs[-1].recompiled and "traced again: " in str(report)
+        assert "considers integer attributes of the nn.Module to be static" in str(report)
+    else:
+        assert traces() <= 4

@@ -13,7 +13,7 @@ def explain_model(console: Console, path: str, kv_format: str, attention: str, a
     import torch
 
     from gemkv_compile.backend import Backend
-    from gemkv_compile.frontend import break_texts, recorded_breaks
+    from gemkv_compile.frontend import break_texts
     from gemkv_compile.report import Report
 
     options = Options(kv_format=kv_format)
@@ -22,9 +22,9 @@ def explain_model(console: Console, path: str, kv_format: str, attention: str, a
     backend = Backend(options)
     model.compile(backend=backend)
     ids = torch.arange(5, 21)[None]
-    with console.status("compiling"), torch.no_grad(), recorded_breaks() as breaks:
+    with console.status("compiling"), torch.no_grad():
         model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False)
-    report = Report(tuple(backend.graphs), break_texts(backend, breaks))
+    report = Report(tuple(backend.graphs), break_texts(backend))
     if as_json:
         print(report.to_json(indent=2))
         return 0
