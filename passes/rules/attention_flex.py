@@ -32,7 +32,7 @@ def pattern(node: Node) -> bool:
 
 
 def check(node: Node) -> Refusal | None:
-    """Only the attention itself is used, score_mod and mask_mod read, and the block mask is that of mask_mod."""
+    """Only the attention itself is used, and score_mod, mask_mod and the block mask read."""
     _show_the_caller(node)
     output = _output(node)
     if isinstance(output, Refusal):
@@ -93,6 +93,8 @@ def _mask(node: Node, score_mod: ScoreMod, bodies: tuple[Body, Body]) -> Node | 
     score_body, mask_body = bodies
     lanes = Lanes(node)
     parts = [] if mask_body.shows_all() else [lanes.inline(mask_body, mask_body.result)]
+    if not flex_blocks.is_proven(node, mask_body):
+        parts = [flex_blocks.shown(node, lanes, parts[0] if parts else None)]
     for condition, is_shown in score_mod.conditions:
         part = lanes.inline(score_body, condition)
         parts.append(part if is_shown else lanes.call("call_function", torch.logical_not, (part,)))

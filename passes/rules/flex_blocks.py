@@ -3,7 +3,7 @@
 FlexAttention skips blocks that the block tensors leave out, and does not ask mask_mod in those that they call full.
 That follows from mask_mod if one block covers all scores, or if the tensors are computed in the graph, from this
 mask_mod and for these lengths, as torch.nn.attention.flex_attention.create_block_mask does. The blocks of queries
-serve the backward of keys and values only.
+serve the backward of keys and values only. Where it does not follow, the tensors are read: `shown`, densely.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch.fx import Node
 from gemkv_compile.passes.effects import first_write
 from gemkv_compile.passes.lens import argument, value_of
 from gemkv_compile.passes.masks.names import operation_name
-from gemkv_compile.passes.rules.flex_body import BATCH, HEAD, Body
+from gemkv_compile.passes.rules.flex_body import BATCH, HEAD, Body, Lanes
+from gemkv_compile.passes.rules.flex_listed import is_readable, listed
 from gemkv_compile.passes.rules.flex_vmap import is_mapped_body
 from gemkv_compile.passes.sites import Refusal
 from gemkv_compile.passes.symbols import same_size, static_int
@@ -39,10 +40,10 @@ class Blocks:
 
 
 def check(call: Node, mask_body: Body) -> Refusal | None:
-    """The block mask of a call of FlexAttention follows from its mask_mod."""
+    """The block mask of a call of FlexAttention follows from its mask_mod, or its tensors can be read."""
     given: Any = call.args[4]
-    blocks = Blocks(*given[2:6], *given[-3:-1])
-    if _is_one_block(blocks) or _is_created(call, blocks, mask_body):
+    blocks = _blocks(call)
+    if is_proven(call, mask_body) or _are_readable(call, blocks):
         return None
     outside = [node.name for node in given[2:6] if isinstance(node, Node) and node.op == "placeholder"]
     where = f"comes from outside the graph ({outside[0]})" if outside else "is not made by create_block_mask here"
@@ -53,6 +54,38 @@ def check(call: Node, mask_body: Body) -> Refusal | None:
         "attn_implementation='sdpa'.",
         call,
     )
+
+
+def is_proven(call: Node, mask_body: Body) -> bool:
+    """Whether mask_mod alone says which keys are shown."""
+    blocks = _blocks(call)
+    return _is_one_block(blocks) or _is_created(call, blocks, mask_body)
+
+
+def shown(call: Node, lanes: Lanes, mask: Node | None) -> Node:
+    """mask_mod's mask (None: all), as far as the blocks show it: bool [B|1, Hq|1, q_len, kv_len]."""
+    blocks = _blocks(call)
+    size = blocks.q_block, blocks.kv_block
+    result = listed(lanes, blocks.num_partial, blocks.partial, size)
+    if mask is not None:
+        result = lanes.call("call_function", torch.logical_and, (result, mask))
+    if blocks.full is None:
+        return result
+    full = listed(lanes, blocks.num_full, blocks.full, size)
+    return lanes.call("call_function", torch.logical_or, (full, result))
+
+
+def _blocks(call: Node) -> Blocks:
+    given: Any = call.args[4]
+    return Blocks(*given[2:6], *given[-3:-1])
+
+
+def _are_readable(call: Node, blocks: Blocks) -> bool:
+    size = blocks.q_block, blocks.kv_block
+    if not is_readable(call, blocks.num_partial, blocks.partial, size):
+        return False
+    none = blocks.num_full is None and blocks.full is None
+    return none or is_readable(call, blocks.num_full, blocks.full, size)
 
 
 def _is_one_block(blocks: Blocks) -> bool:

@@ -144,8 +144,7 @@ class Lanes:
     def inline(self, body: Body, result: Node) -> Node:
         """The result of a body, [B|1, Hq|1, q_len|1, kv_len|1]; `body.unreadable(result)` is None."""
         done: dict[Node, Any] = {}
-        tensors = [given for given in body.captured.values() if isinstance(value_of(given), torch.Tensor)]
-        self._reuse = first_write(tensors) is None
+        self.share(tuple(body.captured.values()))
 
         def compute(node: Any) -> Any:
             if not isinstance(node, Node):
@@ -190,15 +189,24 @@ class Lanes:
 
     def _index(self, axis: int) -> Node:
         """0, 1, 2, ... along one of the four dimensions."""
+        return self._shaped(self.count(axis), axis)
+
+    def count(self, axis: int) -> Node:
+        """0, 1, 2, ... as many as there are along an axis, of one dimension."""
         size = self._sizes[axis]
         for node in self._graph.find_nodes(op="call_function", target=torch.arange):
             if node.meta.get("flex_size") == (expr_of(size), self._device):
-                return self._shaped(node, axis)
+                return node
         with self._graph.inserting_before(self._call):
             length = self._symbols.emit(self._graph, size)
         count = self.call("call_function", torch.arange, (length,), {"device": self._device})
         count.meta["flex_size"] = (expr_of(size), self._device)
-        return self._shaped(count, axis)
+        return count
+
+    def share(self, tensors: Sequence[Any]) -> None:
+        """Let equal nodes be made once if none of these tensors, which they are made of, is written in the graph."""
+        nodes = [each for each in tensors if isinstance(value_of(each), torch.Tensor)]
+        self._reuse = first_write(nodes) is None
 
     def _shaped(self, node: Node, axis: int) -> Node:
         shape = [-1 if position == axis else 1 for position in range(4)]

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.attention import flex_attention
 
 import gemkv_compile
+from gemkv_compile import PagedKVTensor
 from gemkv_compile.inner import shared_compiles
 
 ALL_FAMILIES = (*FAMILIES, *MORE_FAMILIES, *LATER_FAMILIES)
@@ -42,9 +43,9 @@ def run_cell(family, attention, cache, tokens=10, steps=24):
     """What becomes of one cell.
 
     Returns:
-        A row: `status` is "rewritten" if every attention with a cache, of every graph, is rewritten and the tokens are
-        eager's; "kept"; "differs" (other tokens); "failed"; or "not offered" if eager itself raises. With `sites` and
-        `dense` (counts), `reasons` ({code: count}) and `why` (a sentence).
+        A row. `status` is "rewritten" if every attention with a cache, of every graph, is rewritten and the tokens are
+        eager's; "copied" if also cached rows were read as dense copies; "kept"; "differs" (other tokens); "failed"; or
+        "not offered" if eager itself raises. With `sites` and `dense` (counts), `reasons` ({code: count}) and `why`.
     """
     row = {"family": family, "attention": attention, "cache": cache}
     ids = prompt(2, tokens)
@@ -57,13 +58,14 @@ def run_cell(family, attention, cache, tokens=10, steps=24):
     shared_compiles.clear()
     model = gemkv_compile.compile(_model(family, attention, cache), kv_format="model")
     try:
-        found = _tokens(model, ids, cache, steps)
+        with _counted_copies() as copies:
+            found = _tokens(model, ids, cache, steps)
     except Exception as error:
         return row | {"status": "failed", "why": _first_line(error)}
-    return row | _verdict(gemkv_compile.report_of(model), _layers(model), torch.equal(found, expected))
+    return row | _verdict(gemkv_compile.report_of(model), _layers(model), torch.equal(found, expected), len(copies))
 
 
-def _verdict(report, layers, is_equal):
+def _verdict(report, layers, is_equal, copies):
     """Status, counts and why, of a report's sites."""
     with_cache = [[s for s in graph.sites if s.reason != "no_cache"] for graph in report.graphs]
     sites = [site for graph in with_cache for site in graph]
@@ -71,6 +73,8 @@ def _verdict(report, layers, is_equal):
     split = any(len(graph) % layers for graph in with_cache) or not sites
     status = "kept" if kept or split else "rewritten"
     why = f"{kept[0].sentence}" if kept else "the attentions are spread over several graphs" if split else ""
+    if status == "rewritten" and copies:
+        status, why = "copied", "the graph is broken, and cached rows are copied to a dense tensor between its parts"
     if not is_equal:
         status, why = "differs", "the tokens are not eager's"
     return {
@@ -106,6 +110,14 @@ def _plainly():
     plain = mock.patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     with plain, torch.compiler.set_stance("force_eager"):
         yield
+
+
+@contextmanager
+def _counted_copies():
+    """A list with an entry for every handle of a cache that is read as a dense tensor."""
+    copies, whole = [], PagedKVTensor.materialise
+    with mock.patch.object(PagedKVTensor, "materialise", lambda handle: copies.append(1) or whole(handle)):
+        yield copies
 
 
 def _first_line(error):
