@@ -43,7 +43,7 @@ goldens: $(STAMP)
 bench: $(STAMP)
 	cd examples/benchmarks && for name in $(BENCHMARKS); do ../../$(BIN)/python $$name.py || exit 1; done
 	cd examples/benchmarks && ../../$(BIN)/python tables.py && ../../$(BIN)/python plots.py
-BENCHMARKS ?= kv_memory int8_forms decode_kernel prefill_kernel end_to_end
+BENCHMARKS ?= kv_memory passes_time int8_forms decode_kernel prefill_kernel end_to_end
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
