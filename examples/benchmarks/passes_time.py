@@ -1,8 +1,8 @@
 """What the passes add to compile time, by stage: every graph of a generation with the layers of Gemma 3 4B.
 
 34 layers, every sixth with full attention, 8 query and 4 key/value heads; widths are small, as no pass looks at a
-number of channels. Seconds of the compile that a user waits for, by stage; and CPU seconds of one more on the same graph,
-the median of five. Dynamo's own time and the inner compiler's stand apart.
+number of channels. Seconds of the compile that a user waits for, by stage; and CPU seconds of one more on the same
+graph, the median of five. Dynamo's own time and the inner compiler's stand apart.
 
     python passes_time.py
 """
@@ -81,7 +81,7 @@ class Timed:
         return compiled
 
     def cpu_seconds(self, module: torch.fx.GraphModule, example_inputs: Any) -> float:
-        """Of one more compile, whatever else the machine does: all stages, and handing the graph to no inner compiler."""
+        """Of one more compile, whatever else the machine does: all stages, with no inner compiler."""
         begin = time.process_time()
         compile_graph(module, example_inputs, self.backend.options)
         return time.process_time() - begin

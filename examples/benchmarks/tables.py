@@ -124,6 +124,20 @@ def int8_forms(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def passes_time(result: dict[str, Any]) -> str:
+    """Seconds by graph: each stage, all passes, once more in CPU time; Dynamo's apart."""
+    stages = list(dict.fromkeys(stage for row in result["rows"] for stage in row["stages_s"]))
+    lines = [
+        f"| graph | nodes | {' | '.join(stages)} | **all passes** | again, CPU | Dynamo |",
+        "|---|---:|" + "---:|" * (len(stages) + 3),
+    ]
+    for row in result["rows"]:
+        by_stage = [row["stages_s"].get(stage, 0.0) for stage in stages]
+        seconds = (*by_stage, row["passes_s"], row["cpu_s"], row["dynamo_s"])
+        lines.append(f"| {row['graph']} | {row['nodes']} | {' | '.join(f'{each:.2f}' for each in seconds)} |")
+    return "\n".join(lines)
+
+
 def _shape(row: dict[str, Any]) -> str:
     return f"{row['batch']} | {row['q_heads']}, {row['kv_heads']} | {row['head_dim']} | {row['tokens']}"
 
@@ -140,6 +154,7 @@ TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str, str]] = {  # how, 
     "decode_kernel": (decode_kernel, "median microseconds", "README.md"),
     "prefill_kernel": (prefill_kernel, "TFLOPS of medians", "README.md"),
     "int8_forms": (int8_forms, "95% intervals", "DESIGN.md"),
+    "passes_time": (passes_time, "seconds", "DESIGN.md"),
 }
 
 
