@@ -62,7 +62,7 @@ def _past_rows(rewrite: Rewrite) -> Any:
 
 def _first_dependent(graph: Graph, prepared: set[Node], fixed: set[sympy.Symbol]) -> LengthReport:
     for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
+        if node.op in ("placeholder", "output") or _is_arithmetic(node):
             continue
         given = [value_of(source) for source in node.all_input_nodes if source not in prepared]
         symbols = {symbol for value in (*given, value_of(node)) for symbol in _symbols(value)} - fixed
@@ -73,13 +73,21 @@ def _first_dependent(graph: Graph, prepared: set[Node], fixed: set[sympy.Symbol]
     return LengthReport(True)
 
 
+def _is_arithmetic(node: Node) -> bool:
+    """Whether a node computes a number from numbers: what takes the result is asked instead."""
+    return all(isinstance(value_of(each), _NUMBERS) for each in (node, *node.all_input_nodes))
+
+
 def _symbols(value: Any) -> Iterator[sympy.Symbol]:
     """Symbols in a number, in the sizes and strides of a tensor, or in a tuple of these."""
     if isinstance(value, torch.Tensor):
         strides = value.stride() if value.layout == torch.strided else ()
         yield from free_symbols((*value.shape, *strides))
-    elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+    elif isinstance(value, _NUMBERS):
         yield from expr_of(value).free_symbols  # type: ignore[arg-type]
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _symbols(item)
+
+
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)

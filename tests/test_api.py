@@ -216,6 +216,7 @@ def test_what_cannot_be_compiled():
 
 @torch.no_grad()
 def test_strict_raises_with_the_table():
+    """A6: what is not matched is not lost quietly."""
     from attention_cases import cache_used_elsewhere
 
     with pytest.raises(Exception, match=r"(?s)strict=True, and 1 of 1 attentions are kept.*cache_used_elsewhere"):

@@ -34,6 +34,7 @@ def test_families_equal_eager_past_the_window(family, attention):
     out = run(model, prompt(1, 10), 64, return_dict_in_generate=True)
     assert torch.equal(out.sequences, generated(family, 1, 10, 64, attention))
     assert all(isinstance(layer.keys, PagedKVTensor) for layer in out.past_key_values.layers)
+    assert gemkv_compile.report_of(model).graphs[-1].length_free
 
 
 def test_prompt_longer_than_the_window():
@@ -76,6 +77,7 @@ def test_prompt_lookup_and_crop(family):
 
 
 def test_assisted_decoding():
+    """D14."""
     ids = prompt(1, 12)
     outs = []
     for model in (build("gemma3"), compiled("gemma3")):
@@ -121,7 +123,7 @@ def test_inference_mode_then_no_grad_on_one_model():
 
 
 def test_lengths_and_contents_after_the_first_call():
-    """Tracing changes no cache (Lightning-AI/lightning-thunder#1396)."""
+    """B10: tracing changes no cache (Lightning-AI/lightning-thunder#1396)."""
     from transformers import DynamicCache
 
     model, plain, ids = compiled("gemma3"), build("gemma3"), prompt(1, 40)
@@ -146,6 +148,7 @@ def test_hand_written_module_with_a_tuple_cache(rows_first):
 
 
 def test_two_continuations_of_one_past():
+    """D13: a tuple cache."""
     plain, model = tuple_model(), gemkv_compile.compile(tuple_model(), kv_format="model", strict=True)
     with torch.no_grad():
         pasts = [some(prompt(1, 60))[1] for some in (model, plain)]
@@ -155,6 +158,7 @@ def test_two_continuations_of_one_past():
 
 
 def test_forked_chat():
+    """D13: copies of one conversation's cache go on in two ways."""
     model, plain = compiled("gemma3"), build("gemma3")
     first = run(model, prompt(1, 50), 20, return_dict_in_generate=True)
     for seed in (4, 5):

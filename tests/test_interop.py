@@ -98,6 +98,7 @@ newer = pytest.mark.skipif(not NEWER, reason="eager itself fails here before Tra
 
 @newer
 def test_crop_then_call_then_prompt_lookup():
+    """D14: equal to eager, and no guard fails on a cropped cache."""
     from transformers import DynamicCache
 
     outs = []
@@ -144,7 +145,7 @@ def test_cache_edited_between_calls():
 
 
 def test_write_survives_dead_code_elimination_and_a_user_s_pass():
-    """vllm-project/vllm#33945: nothing reads the cache in this graph, and a pass removes what has no users."""
+    """B2 (vllm-project/vllm#33945): nothing reads the cache in this graph, and a pass removes what has no users."""
     from torch._inductor import config
 
     def user_pass(graph):

@@ -63,6 +63,7 @@ def test_schemas(name):
 @pytest.mark.parametrize("kv_format, dtype", [("int8", torch.bfloat16), ("model", torch.float32)])
 @pytest.mark.parametrize("q_len", [1, 50])
 def test_opcheck_append(kv_format, dtype, q_len):
+    """B5, as the next four."""
     cache = cache_of(kv_format, dtype)
     cache.tail.nan_to_num_(0.0)
     _, k, v = chunk(q_len, dtype)

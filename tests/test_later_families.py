@@ -19,6 +19,7 @@ def test_equal_eager_past_the_window(family, attention):
     model, ids = build(family, attention), prompt(2, 10)
     expected = generate(model, ids).sequences
     compiled = generate(gemkv_compile.compile(model, kv_format="model", strict=True), ids)
+    assert gemkv_compile.report_of(model).graphs[-1].length_free
     assert torch.equal(compiled.sequences, expected)
     layers = [layer for layer in compiled.past_key_values.layers if layer.keys is not None]
     assert all(isinstance(layer.keys, PagedKVTensor) for layer in layers)

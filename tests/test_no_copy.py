@@ -35,7 +35,7 @@ def aten_copies(graph, at_least):
 
 
 def test_rewritten_graph_has_no_cache_sized_tensor_at_aten_level():
-    """After AOT autograd: no cat, clone or copy of a cache, and no output but the logits and the small state."""
+    """B1: after AOT autograd: no cat, clone or copy of a cache, and no output but the logits and the small state."""
     graphs = []
 
     def record(module, example_inputs):
@@ -163,7 +163,7 @@ def test_memory_does_not_grow_by_the_cache(inner):
 
 
 def test_bytes_written_per_step_do_not_depend_on_the_cache():
-    """What a step copies (HabanaAI/optimum-habana#1069): counted for a short and for a long past."""
+    """B6: what a step copies (HabanaAI/optimum-habana#1069): counted for a short and for a long past."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Written(TorchDispatchMode):

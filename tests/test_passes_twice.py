@@ -28,10 +28,8 @@ def once(module):
 REWRITTEN = [
     attention_cases.sdpa,
     attention_cases.matmul_form,
-    attention_cases.where_form,
     attention_cases.shared_by_two,
     attention_cases.sliding,
-    attention_cases.strided_view_after,
     attention_cases.reads_the_length,
     attention_cases.einsum_form,
     attention_cases.baddbmm_form,
@@ -39,15 +37,12 @@ REWRITTEN = [
     attention_cases.mask_is_two_windows,
     flex_cases.flex_block_mask,
     flex_cases.flex_softcapped,
-    flex_cases.flex_by_head,
 ]
 KEPT = [
     attention_cases.no_cache,
     attention_cases.cache_used_elsewhere,
     attention_cases.keys_scaled,
-    attention_cases.softcap_of_two_sizes,
     attention_cases.weights_returned,
-    attention_cases.dropout,
 ]
 
 

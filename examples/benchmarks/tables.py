@@ -155,6 +155,20 @@ def _cell(row: dict[str, Any]) -> str:
     return ", ".join(f"`{code}`" for code in row.get("reasons", ())) or row["status"]
 
 
+def passes_time(result: dict[str, Any]) -> str:
+    """Seconds by graph: each stage, all passes, once more in CPU time; Dynamo's apart."""
+    stages = list(dict.fromkeys(stage for row in result["rows"] for stage in row["stages_s"]))
+    lines = [
+        f"| graph | nodes | {' | '.join(stages)} | **all passes** | again, CPU | Dynamo |",
+        "|---|---:|" + "---:|" * (len(stages) + 3),
+    ]
+    for row in result["rows"]:
+        by_stage = [row["stages_s"].get(stage, 0.0) for stage in stages]
+        seconds = (*by_stage, row["passes_s"], row["cpu_s"], row["dynamo_s"])
+        lines.append(f"| {row['graph']} | {row['nodes']} | {' | '.join(f'{each:.2f}' for each in seconds)} |")
+    return "\n".join(lines)
+
+
 def _shape(row: dict[str, Any]) -> str:
     return f"{row['batch']} | {row['q_heads']}, {row['kv_heads']} | {row['head_dim']} | {row['tokens']}"
 
@@ -172,6 +186,7 @@ TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str, str]] = {  # how, 
     "prefill_kernel": (prefill_kernel, "TFLOPS of medians", "README.md"),
     "int8_forms": (int8_forms, "95% intervals", "DESIGN.md"),
     "matrix": (matrix, "tiny random models", "docs/matrix.md"),
+    "passes_time": (passes_time, "seconds", "DESIGN.md"),
 }
 
 
