@@ -30,6 +30,7 @@ CELLS = [
 
 @pytest.mark.parametrize("family, attention", CELLS)
 def test_families_equal_eager_past_the_window(family, attention):
+    """A4: tokens are right past the window."""
     model = compiled(family, attention)
     out = run(model, prompt(1, 10), 64, return_dict_in_generate=True)
     assert torch.equal(out.sequences, generated(family, 1, 10, 64, attention))
@@ -59,7 +60,7 @@ def test_beam_search(family):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_left_padding_row_by_row(attention):
-    """Each row of a left-padded batch equals its unpadded run (huggingface/transformers#30670)."""
+    """A9: each row of a left-padded batch equals its unpadded run (huggingface/transformers#30670)."""
     model, plain = compiled("gemma3", attention), build("gemma3", attention)
     lengths, ids = (5, 12, 31), prompt(3, 31)
     mask = torch.tensor([[0] * (31 - n) + [1] * n for n in lengths])

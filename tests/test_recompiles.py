@@ -35,7 +35,7 @@ def test_five_prompts_of_different_length(model):
         assert seen <= 4 and shared_compiles.compiles <= 3
         for tokens in (20, 90, 31):
             generate(model, tokens)
-    assert traces() == seen
+    assert traces() == seen < torch._dynamo.config.recompile_limit
 
 
 def test_prompts_that_cross_the_window(model):

@@ -138,7 +138,9 @@ def matrix(result: dict[str, Any]) -> str:
     offered = [row for row in rows if row["status"] != "not offered"]
     done = sum(row["status"] == "rewritten" for row in offered)
     share = f"{done} of {len(offered)} cells rewritten ({100 * done / max(len(offered), 1):.1f}%)"
-    lines += ["", f"{share}; {len(rows) - len(offered)} more are not offered by Transformers.", ""]
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    left_out = f"{len(rows) - len(offered)} more are not offered by Transformers"
+    lines += ["", f"{share}; {left_out}. Cells are from commit {commits}.", ""]
     whys: dict[str, int] = {}
     for row in rows:
         if row["status"] != "rewritten":
@@ -151,7 +153,8 @@ def matrix(result: dict[str, Any]) -> str:
 def _cell(row: dict[str, Any]) -> str:
     """A cell of the matrix: "rewritten", the reason codes, or the status."""
     if row["status"] == "rewritten":
-        return "rewritten" + (f", {row['dense']} of {row['sites']} masks dense" if row["dense"] else "")
+        dense = f", {row['dense']} of {row['sites']} masks dense" if row["dense"] else ""
+        return "rewritten" + dense + (", converted once" if row.get("copies") else "")
     return ", ".join(f"`{code}`" for code in row.get("reasons", ())) or row["status"]
 
 

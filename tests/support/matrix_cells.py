@@ -44,8 +44,9 @@ def run_cell(family, attention, cache, tokens=10, steps=24):
 
     Returns:
         A row. `status` is "rewritten" if every attention with a cache, of every graph, is rewritten and the tokens are
-        eager's; "copied" if also cached rows were read as dense copies; "kept"; "differs" (other tokens); "failed"; or
-        "not offered" if eager itself raises. With `sites` and `dense` (counts), `reasons` ({code: count}) and `why`.
+        eager's; "copied" if also the graph is broken and cached rows are copied between its parts; "kept"; "differs"
+        (other tokens); "failed"; or "not offered" if eager itself raises. With counts of `sites`, `dense` masks and
+        `copies` of a handle's rows, `reasons` ({code: count}) and `why`.
     """
     row = {"family": family, "attention": attention, "cache": cache}
     ids = prompt(2, tokens)
@@ -73,7 +74,7 @@ def _verdict(report, layers, is_equal, copies):
     split = any(len(graph) % layers for graph in with_cache) or not sites
     status = "kept" if kept or split else "rewritten"
     why = f"{kept[0].sentence}" if kept else "the attentions are spread over several graphs" if split else ""
-    if status == "rewritten" and copies:
+    if status == "rewritten" and copies and not all(with_cache):
         status, why = "copied", "the graph is broken, and cached rows are copied to a dense tensor between its parts"
     if not is_equal:
         status, why = "differs", "the tokens are not eager's"
@@ -82,6 +83,7 @@ def _verdict(report, layers, is_equal, copies):
         "graphs": len(report.graphs),
         "sites": len(sites) - len(kept),
         "dense": sum(site.mask == "dense" for site in sites),
+        "copies": copies,
         "reasons": dict(Counter(site.reason for site in kept)),
         "why": why,
     }
