@@ -63,7 +63,9 @@ def test_rewritten_with_the_dense_mask(name):
     arguments = (*cases.inputs(), *([] if mask is None else [mask]))
     report = explain(function, *arguments)
     (site,) = report.sites
-    assert (site.status, site.reason, site.mask) == ("rewritten", name.split(" (")[0], "dense")
+    reason, _, kind = name.removesuffix(")").partition(" (")
+    assert (site.status, site.reason, site.mask.split(" (")[0]) == ("rewritten", reason, "dense")
+    assert bool(site.predicate) == (reason == "mask_kind_dense") == ((kind.split(" of ")[0] or "none") in site.mask)
     assert site.sentence and "attend_chunk" in site.operator
     cases.tree_close(call(function, *arguments), function(*arguments), rtol=1e-5, atol=1e-5)
 
@@ -266,3 +268,4 @@ def test_every_reason_has_a_case():
 def test_masks_in_words():
     assert describe_mask(True, 4, None, False) == "causal, window 4"
     assert describe_mask(False, None, None, False) == "none" and describe_mask(False, None, None, True) == "dense"
+    assert describe_mask(True, None, None, True, ("documents",)) == "dense (causal, documents)"
