@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import sympy
 import torch
+import torch.nn.functional as F
 from mask_graphs import attend, causal, checks_of, pad, same, windowed
 
+from gemkv_compile import Options, PagedKVTensor
+from gemkv_compile.backend import Backend
 from gemkv_compile.passes.masks.checking import check_proof
 from gemkv_compile.passes.masks.numeric import Mismatch
 from gemkv_compile.passes.masks.proof import Documents, MaskProof, Prefix, Spans
@@ -197,3 +200,44 @@ def test_a_wrong_proof_fails_its_check(monkeypatch: pytest.MonkeyPatch, queries:
     for change in changes:
         with pytest.raises(Mismatch):
             check_proof(dataclasses.replace(proof, **change), subject)
+
+
+def image_layer(clamped: bool) -> Callable:
+    """A sliding layer (window 4) whose image tokens see one another, as Gemma 3 and 4 have it.
+
+    `clamped`: the window cuts the image, as since transformers#46850; before, the image reached across the window.
+    """
+
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, past: Any, groups: torch.Tensor) -> Any:
+        k, v = (k, v) if past is None else (torch.cat([past[0], k], 2), torch.cat([past[1], v], 2))
+        queries, keys = q.shape[2], k.shape[2]
+        own, others = groups[:, None, -queries:, None], groups[:, None, None, -keys:]
+        image, near = (own == others) & (own >= 0), windowed_only(queries, keys, 4)
+        late = causal(queries, keys)
+        mask = (late | image) & near if clamped else (late & near) | image
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return out, (k[:, :, -3:, :], v[:, :, -3:, :])
+
+    return layer
+
+
+@pytest.mark.parametrize("clamped", [True, False])
+def test_an_image_across_the_sliding_window_is_exact(clamped: bool) -> None:
+    """transformers#46850, #48482: images of 7 and 3 tokens, a window of 4; a prompt, a chunk with an image, steps."""
+    groups = torch.tensor([[-1, 0, 0, 0, 0, 0, 0, 0, -1, -1, 1, 1, 1, -1, -1], [0] * 7 + [-1] * 3 + [1] * 5])
+    layer, backend = image_layer(clamped), Backend(Options(kv_format="model", strict=True))
+    compiled = torch.compile(layer, backend=backend, dynamic=False)
+    random, end, ours, theirs = torch.Generator().manual_seed(0), 0, None, None
+    for tokens in (9, 4, 1, 1):
+        end += tokens
+        q, k, v = (torch.randn(2, heads, tokens, 16, generator=random) for heads in (4, 2, 2))
+        with torch.no_grad():
+            out, ours = compiled(q, k, v, ours, groups[:, :end].clone())
+            expected, theirs = layer(q, k, v, theirs, groups[:, :end].clone())
+        assert isinstance(ours[0], PagedKVTensor)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    sites = [site for graph in backend.graphs for site in graph.sites]
+    assert {site.status for site in sites} == {"rewritten"}
+    assert sites[0].reason == "mask_kind_dense" and "spans" in sites[0].mask
+    across = "and kv > q - 4" if clamped else "kv > q - 4 or "
+    assert across in sites[0].predicate
