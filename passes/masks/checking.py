@@ -10,10 +10,11 @@ import sympy
 from sympy.logic.boolalg import Boolean
 from torch import fx
 
+from gemkv_compile.passes.masks.describing import compare
 from gemkv_compile.passes.masks.domain import Domain
 from gemkv_compile.passes.masks.indexed import Indexed
 from gemkv_compile.passes.masks.inputs import Inputs, inputs_for
-from gemkv_compile.passes.masks.numeric import Mismatch, Run, compare
+from gemkv_compile.passes.masks.numeric import Mismatch, Run
 from gemkv_compile.passes.masks.predicate import AXES, KV, Q
 from gemkv_compile.passes.masks.proof import MaskProof
 from gemkv_compile.passes.masks.sampling import compare_samples

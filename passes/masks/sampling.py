@@ -11,8 +11,9 @@ from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import Boolean
 from torch import fx
 
+from gemkv_compile.passes.masks.describing import described, lengths
 from gemkv_compile.passes.masks.inputs import Inputs
-from gemkv_compile.passes.masks.numeric import Mismatch, Run, described, lengths
+from gemkv_compile.passes.masks.numeric import Mismatch, Run
 from gemkv_compile.passes.masks.predicate import KV, AtLeast, B, H, Q, Zero
 from gemkv_compile.passes.masks.proof import MaskProof
 
