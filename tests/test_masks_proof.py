@@ -162,6 +162,17 @@ def test_no_mask() -> None:
     assert "aligned at the top left" in top_left.sentence and "by 3" in top_left.sentence
 
 
+def test_an_alternative_that_never_holds_is_none() -> None:
+    """|q - kv| < 0 says so only once it is taken apart."""
+
+    def make(q: int, k: int, n: torch.Tensor) -> torch.Tensor:
+        near = (torch.arange(q)[:, None] - torch.arange(k)).abs() < 0
+        return (causal(q, k) & near) | (torch.arange(k) < n[:, None, None, None])
+
+    (verdict,) = attend(make, 1, 1, torch.ones(2, dtype=torch.int64)).verdicts
+    assert isinstance(verdict, Unproven) and "numeric check" not in verdict.sentence
+
+
 def test_a_mask_that_hides_nothing_is_no_mask() -> None:
     (proof,) = attend(lambda q, k: torch.ones(q, k, dtype=torch.bool), 4, 7).proofs()
     assert proof == MaskProof(False, None, None, sympy.true)

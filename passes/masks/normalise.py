@@ -69,6 +69,7 @@ def _possible(alternatives: Boolean, findings: Findings) -> list[frozenset[Boole
     if True in answers.values() or any(negation(part) in answers for part in answers):
         return None
     unknown = [_conjuncts_of_all(part) for part, answer in answers.items() if answer is None]
+    unknown = [parts for parts in unknown if all(decide(part) is not False for part in parts)]
     # a | (~a & b) is a | b
     open_parts = [frozenset(p for p in parts if decide(p) is None and negation(p) not in answers) for parts in unknown]
     return open_parts if all(open_parts) else None
