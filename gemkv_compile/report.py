@@ -44,10 +44,11 @@ REASONS = {
     "aux_outputs_used": "FlexAttention's log-sum-exp or largest scores are used",
     "block_mask_not_proven": "nothing proves that FlexAttention's block mask has the blocks of its mask_mod",
     "mask_outside_graph": "the mask is an input of the graph",
-    "mask_residual": "the mask is more than causal, window and padding",
+    "mask_kind_dense": "the mask is proven, and of a kind that the paged operators take as a dense tensor only",
+    "mask_residual": "the mask is more than the kinds that are proven",
     "mask_unknown_op": "the mask is built with an operation that the prover does not read",
 }
-"""Reason codes and what they mean. The three about masks do not keep an attention that has a mask tensor: it is
+"""Reason codes and what they mean. The four about masks do not keep an attention that has a mask tensor: it is
 rewritten with the dense mask, exact and slower."""
 
 
@@ -62,7 +63,8 @@ class Site:
     sentence: str
     source: str
     operator: str = ""
-    mask: str = ""
+    mask: str = ""  # in words
+    predicate: str = ""  # when query q sees key kv, as proven; "" if nothing is
     num_q_heads: int | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None
@@ -233,13 +235,15 @@ def _site_table(index: int, graph: GraphReport) -> Table:
 
 
 def _places(graph: GraphReport) -> Iterator[str]:
-    """Why and where, once for all layers that share it."""
-    layers: dict[tuple[str, str, str, str], list[str]] = {}
+    """Why and where, and what is proven of the mask, once for all layers that share it."""
+    layers: dict[tuple[str, str, str, str, str], list[str]] = {}
     for site in graph.sites:
-        layers.setdefault((site.status, site.reason, site.sentence, site.source), []).append(str(site.layer))
-    for (status, reason, sentence, source), numbers in layers.items():
+        shared = (site.status, site.reason, site.sentence, site.predicate, site.source)
+        layers.setdefault(shared, []).append(str(site.layer))
+    for (status, reason, sentence, predicate, source), numbers in layers.items():
         why = f": {reason}: {sentence}" if reason else ""
-        yield f"  layer {', '.join(numbers)} {status}{why}\n    {source}"
+        proven = f"\n    sees: {predicate}" if predicate else ""
+        yield f"  layer {', '.join(numbers)} {status}{why}{proven}\n    {source}"
 
 
 def _length_line(graph: GraphReport) -> str:
@@ -292,9 +296,10 @@ def count_by_status(sites: Sequence[Site]) -> dict[str, int]:
     return dict(Counter(site.status for site in sites))
 
 
-def describe_mask(causal: bool, window: int | None, padding: Any, dense: bool) -> str:
-    """A mask in words: "causal", "causal, window 512, padding", "dense", "none"."""
-    if dense:
-        return "dense"
+def describe_mask(
+    causal: bool, window: int | None, padding: Any, dense: bool, kinds: Sequence[str] | None = None
+) -> str:
+    """A mask in words: "causal", "causal, window 512, padding", "dense", "dense (causal, documents)", "none"."""
     parts = ["causal"] * causal + [f"window {window}"] * (window is not None) + ["padding"] * (padding is not None)
-    return ", ".join(parts) or "none"
+    words = ", ".join([*parts, *(kinds or ())]) or "none"
+    return (f"dense ({words})" if kinds else "dense") if dense else words

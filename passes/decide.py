@@ -46,6 +46,7 @@ class Read:
     dense_mask: Node | None
     unproven: Unproven | None
     window_is_kept_rows: bool = False  # the window is not in the mask: it is the number of rows that the cache keeps
+    proof: MaskProof | None = None  # what is proven, also of a mask that is used densely
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,8 @@ def _read(
     if key not in proofs:
         proofs[key] = _prove(attention, q_len, kv_len)
     proof = proofs[key]
+    if isinstance(proof, MaskProof) and proof.dense_kinds:
+        return Read(attention, False, None, None, attention.mask, _needs_dense(attention, proof), proof=proof)
     if isinstance(proof, MaskProof) and proof.padding is not None and (refused := _check_padding(attention, proof)):
         proof = refused
     if isinstance(proof, Unproven):
@@ -219,7 +222,13 @@ def _read(
     if isinstance(window, Refusal):
         return window
     from_rows = is_decode and proof.window is None and attention.visible is None and window is not None
-    return Read(attention, proof.causal, window, proof.padding, None, None, from_rows)
+    return Read(attention, proof.causal, window, proof.padding, None, None, from_rows, proof)
+
+
+def _needs_dense(attention: Attention, proof: MaskProof) -> Unproven:
+    kinds = " and ".join(proof.dense_kinds)
+    sentence = f"the mask is proven, and the paged operators take its {kinds} as a dense tensor only"
+    return Unproven("mask_kind_dense", sentence, attention.mask)
 
 
 def _check_padding(attention: Attention, proof: MaskProof) -> Unproven | None:

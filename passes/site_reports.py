@@ -51,7 +51,8 @@ def _rewritten(rewrite: Rewrite, read: Read) -> Site:
         sentence=sentence,
         source=source_line(read.attention.node),
         operator="attend_pages" if rewrite.is_decode else "attend_chunk",
-        mask=describe_mask(read.causal, read.window, read.padding, read.dense_mask is not None),
+        mask=_mask(read),
+        predicate=_predicate(read),
         num_q_heads=static_int(value_of(read.attention.query).shape[1]),
         num_kv_heads=rewrite.layout.num_kv_heads,
         head_dim=rewrite.layout.head_dim,
@@ -59,6 +60,25 @@ def _rewritten(rewrite: Rewrite, read: Read) -> Site:
         softcap=read.attention.softcap,
         rule=f"{read.attention.rule}, {rewrite.cache.rule}",
     )
+
+
+def _mask(read: Read) -> str:
+    """The mask in words; of one that is used densely, what it is proven to be."""
+    if read.dense_mask is None or read.proof is None:
+        return describe_mask(read.causal, read.window, read.padding, read.dense_mask is not None)
+    proof = read.proof
+    return describe_mask(proof.causal, proof.window, proof.padding, True, proof.dense_kinds)
+
+
+def _predicate(read: Read) -> str:
+    """The proven formula; where the window is none of the mask's, that is said behind it."""
+    if read.proof is None:
+        return ""
+    if read.window is None or read.window == read.proof.window:
+        return read.proof.text
+    rows = "the cache keeps" if read.attention.visible is None else "the attention is given"
+    checked = ", which each call checks" if read.window_is_kept_rows else ""
+    return f"{read.proof.text}; window {read.window} is not the mask's: it follows from the rows that {rows}{checked}"
 
 
 def _kept(attention: Attention, refusal: Refusal) -> Site:

@@ -66,6 +66,23 @@ def test_padding_is_read_through_the_mask_mod(tokens):
     assert (site.status, site.mask) == ("rewritten", "causal, padding")
 
 
+@pytest.mark.parametrize("function, given, mask", cases.DENSE_KINDS, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_kind_of_mask_is_proven_through_its_mod(function, given, mask):
+    graph, _ = run(function, *inputs(), given)
+    (site,) = graph.sites
+    assert (site.status, site.reason, site.mask) == ("rewritten", "mask_kind_dense", mask)
+    check_golden(f"{function.__name__}-3", _golden(graph) + f"\n{site.predicate}\n")
+
+
+@pytest.mark.parametrize("function, given, mask", cases.DENSE_KINDS, ids=lambda x: getattr(x, "__name__", ""))
+def test_one_query_looks_neither_ahead_nor_past_a_prefix(function, given, mask):
+    """What is left of a prefix and a right window is what the operators take."""
+    given = given[:, :6] if function is cases.flex_packed else given
+    (site,) = run(function, *inputs(tokens=1), given)[0].sites
+    dense = function is cases.flex_packed
+    assert (site.status, site.reason) == ("rewritten", "mask_kind_dense" if dense else "")
+
+
 @pytest.mark.parametrize("reason, function", cases.DENSE, ids=lambda x: getattr(x, "__name__", x))
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_a_mask_that_is_not_proven_is_computed_densely(reason, function, tokens):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 import os
 import re
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
+from mask_graphs import Recorder, attend, causal, checks_of, pad, same, windowed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gemkv_compile.passes import prove_masks
@@ -22,62 +22,6 @@ from gemkv_compile.passes.masks.proof import MaskProof, Padding, Unproven
 from gemkv_compile.passes.prove_masks import prove_mask
 
 LOWEST = torch.finfo(torch.float32).min
-
-
-class Recorder:
-    """A backend that proves the mask of every attention, and then runs the graph as it is."""
-
-    def __init__(self) -> None:
-        self.verdicts: list[MaskProof | Unproven] = []
-
-    def __call__(self, module: torch.fx.GraphModule, _: list) -> Callable:
-        for node in module.graph.nodes:
-            if node.target is F.scaled_dot_product_attention:
-                (batch, heads, q_len, _), key = (arg.meta["example_value"].shape for arg in node.args[:2])
-                mask, flag = node.kwargs.get("attn_mask"), node.kwargs.get("is_causal", False)
-                self.prove(mask, flag, batch, heads, q_len, key[2])
-            elif node.target is F.softmax:  # softmax(scores + mask)
-                batch, heads, q_len, kv_len = node.meta["example_value"].shape
-                assert node.args[0].target is operator.add
-                self.prove(node.args[0].args[1], False, batch, heads, q_len, kv_len)
-        return module.forward
-
-    def prove(self, mask: Any, flag: bool, batch: Any, heads: Any, q_len: Any, kv_len: Any) -> None:
-        sizes = {"q_len": q_len, "kv_len": kv_len, "num_q_heads": heads, "batch": batch}
-        self.verdicts.append(prove_mask(mask, is_causal=flag, **sizes))
-
-    def proofs(self) -> list[MaskProof]:
-        """The verdicts, all of which have to be proofs."""
-        refused = [verdict for verdict in self.verdicts if isinstance(verdict, Unproven)]
-        assert not refused
-        return self.verdicts  # type: ignore[return-value]
-
-
-def attend(
-    make: Callable, queries: int, keys: int, *inputs: torch.Tensor, batch: int = 2, dynamic: int = 0
-) -> Recorder:
-    """Capture one attention with the mask make(Q, K, *inputs); the first `dynamic` of (Q, K) are symbols."""
-    recorder = Recorder()
-
-    @torch.compile(backend=recorder, fullgraph=True)
-    def attention(query: torch.Tensor, key: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-        mask = make(query.shape[2], key.shape[2], *inputs)
-        return F.scaled_dot_product_attention(query, key, key, attn_mask=mask)
-
-    torch._dynamo.reset()
-    query, key = torch.zeros(batch, 2, queries, 4), torch.zeros(batch, 2, keys, 4)
-    for tensor in (key, query)[:dynamic]:
-        torch._dynamo.mark_dynamic(tensor, 2)
-    attention(query, key, *inputs)
-    return recorder
-
-
-def causal(q: int, k: int, shift: int = 0) -> torch.Tensor:
-    return torch.arange(k) <= torch.arange(q)[:, None] + (k - q + shift)
-
-
-def windowed(q: int, k: int, window: int) -> torch.Tensor:
-    return causal(q, k) & (torch.arange(k) > torch.arange(q)[:, None] + (k - q - window))
 
 
 # --- real models
@@ -218,6 +162,17 @@ def test_no_mask() -> None:
     assert "aligned at the top left" in top_left.sentence and "by 3" in top_left.sentence
 
 
+def test_an_alternative_that_never_holds_is_none() -> None:
+    """|q - kv| < 0 says so only once it is taken apart."""
+
+    def make(q: int, k: int, n: torch.Tensor) -> torch.Tensor:
+        near = (torch.arange(q)[:, None] - torch.arange(k)).abs() < 0
+        return (causal(q, k) & near) | (torch.arange(k) < n[:, None, None, None])
+
+    (verdict,) = attend(make, 1, 1, torch.ones(2, dtype=torch.int64)).verdicts
+    assert isinstance(verdict, Unproven) and "numeric check" not in verdict.sentence
+
+
 def test_a_mask_that_hides_nothing_is_no_mask() -> None:
     (proof,) = attend(lambda q, k: torch.ones(q, k, dtype=torch.bool), 4, 7).proofs()
     assert proof == MaskProof(False, None, None, sympy.true)
@@ -235,14 +190,9 @@ def test_a_padding_row_that_serves_every_sequence_is_no_padding_vector() -> None
 # --- near misses
 
 
-def pad(columns: int = 8, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    return torch.ones(2, columns, dtype=dtype)
-
-
 NEAR_MISSES: dict[str, tuple[str, str, Callable, tuple[torch.Tensor, ...]]] = {
     "top_left": ("mask_residual", "only where kv <= q$", lambda q, k: torch.arange(k) <= torch.arange(q)[:, None], ()),
     "strict": ("mask_residual", r"only where kv <= q \+ 2$", lambda q, k: causal(q, k, -1), ()),
-    "one_too_far": ("mask_residual", r"only where kv <= q \+ 4$", lambda q, k: causal(q, k, 1), ()),
     "head": (
         "mask_residual",
         "differs from head to head",
@@ -262,17 +212,59 @@ NEAR_MISSES: dict[str, tuple[str, str, Callable, tuple[torch.Tensor, ...]]] = {
         lambda q, k: torch.where(causal(q, k), 0.0, torch.finfo(torch.float16).min),
         (),
     ),
-    "document": (
+    "documents_from_the_first_query": (
         "mask_residual",
-        r"only where l_inputs_0_\(b, (kv|q \+ 3)\) == l_inputs_0_\(b, (kv|q \+ 3)\)",
-        lambda q, k, ids: (ids[:, None, None, :] == ids[:, None, k - q :, None]) & causal(q, k),
+        r"only where l_inputs_0_\(b, (kv|q)\) == l_inputs_0_\(b, (kv|q)\)",
+        lambda q, k, ids: (ids[:, None, None, :] == ids[:, None, :q, None]) & causal(q, k),
         (pad(),),
     ),
-    "two_alternatives": (
+    "two_documents": (
         "mask_residual",
-        r"only where \(kv <= q \+ 3\) \| \(kv <= 4\)|only where \(kv <= 4\) \| \(kv <= q \+ 3\)",
-        lambda q, k: causal(q, k) | (torch.arange(k) <= 4),
+        r"only where l_inputs_._\(b, (kv|q \+ 3)\) == l_inputs_._\(b, (kv|q \+ 3)\)",
+        lambda q, k, ids, other: same(ids, q, k) & same(other, q, k),
+        (pad(), pad() * 2),
+    ),
+    "documents_or_older": (
+        "mask_residual",
+        r"only where .*\| .*l_inputs_0_|only where .*l_inputs_0_.*\|",
+        lambda q, k, ids: causal(q, k) & (same(ids, q, k) | (torch.arange(k) >= 6)),
+        (pad(),),
+    ),
+    "suffix": (
+        "mask_residual",
+        r"only where .*6 <= kv",
+        lambda q, k: causal(q, k) | (torch.arange(k) >= 6),
         (),
+    ),
+    "prefix_by_query": (
+        "mask_outside_graph",
+        r"l_inputs_0_, a 1-D int64 input of the graph, not as the length of a prefix",
+        lambda q, k, n: causal(q, k) | (torch.arange(k) < n[:, None]),
+        (torch.full((5,), 2),),
+    ),
+    "two_prefixes": (
+        "mask_residual",
+        "prefix of two kinds beside its bound",
+        lambda q, k, n: causal(q, k) | (torch.arange(k) < n[:, None, None, None]) | (torch.arange(k) < 5),
+        (torch.full((2,), 2),),
+    ),
+    "prefix_of_some_queries": (
+        "mask_residual",
+        r"only where .*3 <= q",
+        lambda q, k: causal(q, k) | ((torch.arange(k) < 6) & (torch.arange(q) >= 3)[:, None]),
+        (),
+    ),
+    "prefix_of_one_bound": (
+        "mask_residual",
+        r"only where kv <= q \+ 4",
+        lambda q, k: (causal(q, k) | (torch.arange(k) < 7)) & causal(q, k, 1),
+        (),
+    ),
+    "spans_of_the_key_only": (
+        "mask_residual",
+        r"only where .*l_inputs_0_\(b, kv\)",
+        lambda q, k, ids: causal(q, k) | (ids >= 0)[:, None, None, :],
+        (pad(),),
     ),
     "padding_by_query": (
         "mask_residual",
@@ -334,7 +326,7 @@ NEAR_MISSES: dict[str, tuple[str, str, Callable, tuple[torch.Tensor, ...]]] = {
     "float_input": ("mask_outside_graph", "a 2-D float32 input", lambda q, k, mask: mask, (torch.zeros(5, 8),)),
     "position_input": (
         "mask_outside_graph",
-        "a 1-D int64 input",
+        "a 1-D int64 input of the graph",
         lambda q, k, position: torch.arange(k) <= position[:, None],
         (torch.arange(5),),
     ),
@@ -368,14 +360,6 @@ def test_a_column_of_unknown_sign_is_refused() -> None:
 
 
 # --- the numeric check
-
-
-def checks_of(monkeypatch: pytest.MonkeyPatch, make: Callable, queries: int, keys: int, *inputs: torch.Tensor) -> list:
-    """The (proof, subject) pairs that were checked while proving."""
-    pairs = []
-    monkeypatch.setattr(prove_masks, "check_proof", lambda *pair: pairs.append(pair))
-    attend(make, queries, keys, *inputs)
-    return pairs
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(5, 8), (1200, 1300)])

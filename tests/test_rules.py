@@ -1,5 +1,6 @@
 """Every rule: what it rewrites, with a golden graph; near misses, with their sentence; numerics of both."""
 
+import json
 import re
 
 import attention_cases as cases
@@ -63,7 +64,9 @@ def test_rewritten_with_the_dense_mask(name):
     arguments = (*cases.inputs(), *([] if mask is None else [mask]))
     report = explain(function, *arguments)
     (site,) = report.sites
-    assert (site.status, site.reason, site.mask) == ("rewritten", name.split(" (")[0], "dense")
+    reason, _, kind = name.removesuffix(")").partition(" (")
+    assert (site.status, site.reason, site.mask.split(" (")[0]) == ("rewritten", reason, "dense")
+    assert bool(site.predicate) == (reason == "mask_kind_dense") == ((kind.split(" of ")[0] or "none") in site.mask)
     assert site.sentence and "attend_chunk" in site.operator
     cases.tree_close(call(function, *arguments), function(*arguments), rtol=1e-5, atol=1e-5)
 
@@ -266,3 +269,30 @@ def test_every_reason_has_a_case():
 def test_masks_in_words():
     assert describe_mask(True, 4, None, False) == "causal, window 4"
     assert describe_mask(False, None, None, False) == "none" and describe_mask(False, None, None, True) == "dense"
+    assert describe_mask(True, None, None, True, ("documents",)) == "dense (causal, documents)"
+
+
+def test_the_report_gives_the_proven_formula():
+    report = explain(cases.mask_of_documents, *cases.inputs(), torch.ones(2, 8, dtype=torch.int64))
+    formula = "kv <= q + 5 and ids[b, q + 5] == ids[b, kv]"
+    assert report.sites[0].predicate == formula
+    assert json.loads(report.to_json())["graphs"][0]["sites"][0]["predicate"] == formula
+    assert f"    sees: {formula}\n" in str(report)
+    assert explain(cases.mask_by_unknown_op, *cases.inputs()).sites[0].predicate == ""
+
+
+def test_layers_that_share_a_formula_give_it_once():
+    text = str(explain(cases.shared_by_two, *cases.inputs()))
+    assert text.count("sees:") == len({line for line in text.splitlines() if "_cases.py" in line})
+
+
+def test_a_window_that_no_mask_says_is_not_given_as_proven():
+    def step(q, k, v, past):
+        k, v = cases.grown(k, v, past)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return out, (k[:, :, -7:, :], v[:, :, -7:, :])
+
+    (site,) = explain(step, *cases.inputs(tokens=1)).sites
+    assert (site.mask, site.window) == ("causal, window 8", 8)
+    rows = "window 8 is not the mask's: it follows from the rows that the cache keeps, which each call checks"
+    assert site.predicate == f"kv <= q + 5; {rows}"

@@ -1,26 +1,27 @@
-"""From a formula over (b, h, q, kv) to causal, window and padding, or to the part that is left over."""
+"""From a formula over (b, h, q, kv) to what a proof has fields for, or to the part that is left over."""
 
 from __future__ import annotations
 
 import sympy
 from sympy.logic.boolalg import Boolean
 
+from gemkv_compile.passes.masks.assembling import assemble
+from gemkv_compile.passes.masks.exceptions import claim_exceptions
 from gemkv_compile.passes.masks.findings import Findings
 from gemkv_compile.passes.masks.linear import linear
-from gemkv_compile.passes.masks.predicate import KV, AtLeast, B, Q, Zero, at_least, negation
+from gemkv_compile.passes.masks.predicate import AtLeast, Zero, at_least, negation
 from gemkv_compile.passes.masks.proof import MaskProof
 from gemkv_compile.passes.masks.recognisers import RECOGNISERS
 
 
 def normalise(formula: Boolean, findings: Findings) -> MaskProof:
-    """The proof that the formula is exactly a causal bound, a window and a padding vector.
+    """The proof that the formula is exactly a conjunction of known kinds.
 
     Raises:
         Refused: something is left over ("mask_residual").
     """
     _claim(formula, findings)
-    causal, window = _is_causal(findings), min(findings.windows, default=None)
-    return MaskProof(causal, window, findings.padding, _predicate(findings, causal, window))
+    return assemble(findings)
 
 
 def _claim(formula: Boolean, findings: Findings) -> None:
@@ -48,40 +49,31 @@ def _conjuncts(formula: Boolean) -> list[Boolean]:
 
 
 def _claim_one_of(alternatives: Boolean, findings: Findings) -> None:
-    decide = findings.domain.decide
-    answers = {part: decide(part) for part in alternatives.args}
-    if True in answers.values() or any(negation(part) in answers for part in answers):
+    possible = _possible(alternatives, findings)
+    if possible is None:
         return
-    open_parts = [sympy.And.make_args(part) for part, answer in answers.items() if answer is None]
-    possible = [{part for part in parts if decide(part) is None} for parts in open_parts]
-    shared = set.intersection(*possible) if possible else {sympy.false}
+    shared = frozenset.intersection(*possible) if possible else frozenset([sympy.false])
     if not shared:
-        findings.residual(sympy.Or(*(sympy.And(*parts) for parts in possible)))
+        if not claim_exceptions(possible, findings):
+            findings.residual(sympy.Or(*(sympy.And(*parts) for parts in possible)))
+        return
     for part in sorted(shared, key=str):  # (a & b) | (a & c) is a & (b | c)
         _claim(part, findings)
     _claim(sympy.Or(*(sympy.And(*parts - shared) for parts in possible)), findings)
 
 
-def _is_causal(findings: Findings) -> bool:
-    """Whether a causal bound is there, aligned at the last query; refuses any bound that hides more than that."""
-    domain = findings.domain
-    exact = any(domain.facts.equal(upper, domain.offset) for upper in findings.uppers)
-    for upper in findings.uppers:
-        bound = AtLeast(sympy.expand(Q - KV + upper))
-        implied = exact and domain.facts.nonnegative(upper - domain.offset)
-        if not implied and domain.decide(bound) is not True:
-            findings.residual(bound)
-    return exact or domain.one_query
+def _possible(alternatives: Boolean, findings: Findings) -> list[frozenset[Boolean]] | None:
+    """What decides each alternative that may hold somewhere and fail somewhere; None if one of them always holds."""
+    decide = findings.domain.decide
+    answers = {part: decide(part) for part in alternatives.args}
+    if True in answers.values() or any(negation(part) in answers for part in answers):
+        return None
+    unknown = [_conjuncts_of_all(part) for part, answer in answers.items() if answer is None]
+    unknown = [parts for parts in unknown if all(decide(part) is not False for part in parts)]
+    # a | (~a & b) is a | b
+    open_parts = [frozenset(p for p in parts if decide(p) is None and negation(p) not in answers) for parts in unknown]
+    return open_parts if all(open_parts) else None
 
 
-def _predicate(findings: Findings, causal: bool, window: int | None) -> sympy.Basic:
-    """The proven mask in sympy's own relations, which print and evaluate."""
-    offset, parts = findings.domain.offset, []
-    if causal:
-        parts.append(sympy.Le(KV, Q + offset, evaluate=False))
-    if window is not None:
-        parts.append(sympy.Gt(KV, Q + offset - window, evaluate=False))
-    if findings.padding is not None:
-        values = sympy.Function(findings.padding.source.name, integer=True)
-        parts.append(sympy.Ne(values(B, KV + findings.padding.column), 0, evaluate=False))
-    return sympy.And(*parts, evaluate=False) if len(parts) > 1 else parts[0] if parts else sympy.true
+def _conjuncts_of_all(formula: Boolean) -> list[Boolean]:
+    return [atom for part in sympy.And.make_args(formula) for atom in _conjuncts(part)]

@@ -1,4 +1,4 @@
-"""Runs a mask's own graph on concrete inputs and compares every element with what a proof describes."""
+"""Runs a mask's own graph on concrete inputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch.fx.node import map_aggregate
 
 from gemkv_compile.passes.lens import value_of
 from gemkv_compile.passes.masks.inputs import Inputs
-from gemkv_compile.passes.masks.proof import MaskProof
 
 _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "meta")
 
@@ -22,15 +21,16 @@ class Mismatch(Exception):
 
 
 class Run:
-    """One evaluation of a mask's graph on the CPU, with random values for the padding vectors.
+    """One evaluation of a mask's graph on the CPU, with random values for its inputs.
 
     Args:
         formulas: The tensors whose values matter; of all others the mask takes only the shape or the dtype.
+        num_keys: K, which lengths of prefixes are drawn around.
     """
 
-    def __init__(self, formulas: Mapping[fx.Node, Any], inputs: Inputs) -> None:
-        self._formulas, self._inputs = formulas, inputs
-        self._random = torch.Generator().manual_seed(0)
+    def __init__(self, formulas: Mapping[fx.Node, Any], inputs: Inputs, num_keys: sympy.Expr, seed: int = 0) -> None:
+        self._formulas, self._inputs, self._num_keys = formulas, inputs, inputs.number(num_keys)
+        self._random = torch.Generator().manual_seed(seed)
         self.values: dict[fx.Node, torch.Tensor] = {}
 
     def tensor(self, node: fx.Node) -> torch.Tensor:
@@ -40,9 +40,12 @@ class Run:
         return self.values[node]
 
     def _source(self, node: fx.Node) -> torch.Tensor:
-        # Any nonzero integer attends, so some of them are neither 0 nor 1.
-        picks = torch.randint(0, 4, self._inputs.shape(node), generator=self._random, device="cpu")
-        return torch.tensor([0, 1, 1, 3], device="cpu")[picks].to(value_of(node).dtype)
+        shape, dtype = self._inputs.shape(node), value_of(node).dtype
+        if len(shape) == 1:  # as many keys as there may be, and none
+            return torch.randint(0, self._num_keys + 2, shape, generator=self._random, device="cpu").to(dtype)
+        # Any nonzero integer attends, so some of them are neither 0 nor 1; groups below 0 are none.
+        picks = torch.randint(0, 5, shape, generator=self._random, device="cpu")
+        return torch.tensor([0, 1, 1, 3, -1], device="cpu")[picks].to(dtype)
 
     def _call(self, node: fx.Node) -> torch.Tensor:
         args: Any = map_aggregate(node.args, self._argument)
@@ -77,35 +80,3 @@ def visible(mask: torch.Tensor) -> torch.Tensor:
     if not bool((shown | hidden).all()):
         raise Mismatch("the mask has values between 0 and the lowest one")
     return shown
-
-
-def described(proof: MaskProof, num_queries: int, num_keys: int, columns: torch.Tensor | None) -> torch.Tensor:
-    """The mask that a proof describes, [rows or 1, 1, num_queries, num_keys]; `columns` is [rows, num_keys]."""
-    query = torch.arange(num_queries, device="cpu")[:, None] + (num_keys - num_queries)
-    key = torch.arange(num_keys, device="cpu")[None, :]
-    shown = torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool, device="cpu")
-    if proof.causal:
-        shown = shown & (key <= query)
-    if proof.window is not None:
-        shown = shown & (key > query - proof.window)
-    return shown if columns is None else shown & (columns[:, None, None, :] != 0)
-
-
-def compare(proof: MaskProof, mask: fx.Node, sizes: tuple[sympy.Expr, sympy.Expr], run: Run, inputs: Inputs) -> None:
-    """Check a proof on one set of concrete inputs; sizes are (Q, K).
-
-    Raises:
-        Mismatch: they differ somewhere.
-    """
-    actual = visible(run.tensor(mask))
-    num_queries, num_keys = map(inputs.number, sizes)
-    columns = None
-    if proof.padding is not None:
-        first = inputs.number(proof.padding.column)
-        rows = actual.shape[0] if actual.dim() == 4 else 1
-        columns = run.tensor(proof.padding.source)[:rows, first : first + num_keys]
-    expected = described(proof, num_queries, num_keys, columns)
-    expected, actual = torch.broadcast_tensors(expected, actual)
-    if not torch.equal(expected, actual):
-        where = (expected != actual).nonzero()[0].tolist()
-        raise Mismatch(f"it differs from the mask at (b, h, q, kv) = {tuple(where)}")

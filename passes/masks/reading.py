@@ -29,7 +29,7 @@ class MaskReader:
 
     Attributes:
         formulas: Every tensor node whose values the mask depends on, with its formula.
-        sources: The 2-D graph inputs among them, by the function that stands for their values.
+        sources: The graph inputs among them ([batch, n] or [batch]), by the function that stands for their values.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -75,13 +75,14 @@ class MaskReader:
     def _read_input(self, node: fx.Node) -> Indexed:
         call = Call(node, self.read, self.facts)
         whole = call.dtype is torch.bool or not (call.dtype.is_floating_point or call.dtype.is_complex)
-        if node.op != "placeholder" or len(call.dims) != 2 or not whole:
+        by_sequence = len(call.dims) == 2 or (len(call.dims) == 1 and call.dtype is not torch.bool)
+        if node.op != "placeholder" or not by_sequence or not whole:
             kind = f"{len(call.dims)}-D {str(call.dtype).removeprefix('torch.')}"
             sentence = f"the mask depends on {node.name}, a {kind} input of the graph, not on a 2-D padding mask alone"
             refuse("mask_outside_graph", sentence, node)
         function = sympy.Function(node.name, integer=True)
         self.sources[function] = node
-        value = function(AXES[1], AXES[0])
+        value = function(*reversed(AXES[: len(call.dims)]))
         return Indexed(call.dims, truth(value) if call.dtype is torch.bool else value)
 
 

@@ -11,6 +11,7 @@ from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import Boolean
 from torch import fx
 
+from gemkv_compile.passes.masks.describing import described, lengths
 from gemkv_compile.passes.masks.inputs import Inputs
 from gemkv_compile.passes.masks.numeric import Mismatch, Run
 from gemkv_compile.passes.masks.predicate import KV, AtLeast, B, H, Q, Zero
@@ -75,34 +76,28 @@ def compare_samples(
     Raises:
         Mismatch: they differ somewhere.
     """
-    points = _points(proof, {index: inputs.number(size) for index, size in sizes.items()})
-    expected = _described(proof, points, inputs.number(sizes[KV] - sizes[Q]))
-    if proof.padding is not None:
-        values = run.tensor(proof.padding.source)
-        rows = points[B] if values.shape[0] > 1 else torch.zeros_like(points[B])
-        expected = expected & (values[rows, points[KV] + inputs.number(proof.padding.column)] != 0)
+    numbers = {index: inputs.number(size) for index, size in sizes.items()}
+    points = _points(proof, numbers, run, inputs)
+    expected = described(proof, points, numbers[KV] - numbers[Q], run, inputs)
     actual = Evaluator(points, sources, run).holds(inputs.fixed(formula))
     if not torch.equal(expected, actual):
         at = int((expected != actual).nonzero()[0])
         raise Mismatch(f"it differs from the mask at (q, kv) = ({int(points[Q][at])}, {int(points[KV][at])})")
 
 
-def _described(proof: MaskProof, points: Mapping[sympy.Symbol, torch.Tensor], offset: int) -> torch.Tensor:
-    distance = points[Q] + offset - points[KV]
-    shown = distance >= 0 if proof.causal else torch.ones_like(distance, dtype=torch.bool)
-    return shown if proof.window is None else shown & (distance < proof.window)
-
-
-def _points(proof: MaskProof, sizes: Mapping[sympy.Symbol, int]) -> dict[sympy.Symbol, torch.Tensor]:
+def _points(
+    proof: MaskProof, sizes: Mapping[sympy.Symbol, int], run: Run, inputs: Inputs
+) -> dict[sympy.Symbol, torch.Tensor]:
     random = torch.Generator().manual_seed(0)
     edges = torch.tensor([0, 1, sizes[Q] // 2, sizes[Q] - 2, sizes[Q] - 1])
     query = torch.cat([edges, torch.randint(0, sizes[Q], (_RANDOM_POINTS,), generator=random)]).clamp(min=0)
+    row = torch.randint(0, sizes.get(B, 1), query.shape, generator=random)
     diagonal = query + (sizes[KV] - sizes[Q])
-    windows = [0] if proof.window is None else [0, proof.window]
-    keys = [diagonal - window + step for window in windows for step in (-1, 0, 1, 2)]
+    limits = [diagonal + distance for distance in (0, proof.right or 0, -(proof.window or 0))]
+    limits += [] if proof.prefix is None else [lengths(proof.prefix, row, run, inputs) - 1]
+    keys = [limit + step for limit in limits for step in (-1, 0, 1, 2)]
     keys += [torch.zeros_like(query), torch.full_like(query, sizes[KV] - 1)]
     keys.append(torch.randint(0, sizes[KV], query.shape, generator=random))
-    points = {Q: query.repeat(len(keys)), KV: torch.cat(keys).clamp(0, sizes[KV] - 1)}
-    for index in (H, B):
-        points[index] = torch.randint(0, sizes.get(index, 1), points[Q].shape, generator=random)
+    points = {Q: query.repeat(len(keys)), KV: torch.cat(keys).clamp(0, sizes[KV] - 1), B: row.repeat(len(keys))}
+    points[H] = torch.randint(0, sizes.get(H, 1), points[Q].shape, generator=random)
     return points

@@ -280,11 +280,53 @@ def mask_is_an_input(q, k, v, past, mask):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True), (k, v)
 
 
-def mask_is_two_windows(q, k, v, past):
-    k, v = grown(k, v, past)
-    i, j = torch.arange(q.shape[2])[:, None] + (k.shape[2] - q.shape[2]), torch.arange(k.shape[2])[None]
-    mask = (j <= i) & ((j > i - 4) | (j < 2))
+def places(q, k):
+    """Positions of queries [Q, 1] and keys [1, K]."""
+    return torch.arange(q.shape[2])[:, None] + (k.shape[2] - q.shape[2]), torch.arange(k.shape[2])[None]
+
+
+def masked(q, k, v, mask):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True), (k, v)
+
+
+def mask_hides_every_third(q, k, v, past):
+    k, v = grown(k, v, past)
+    i, j = places(q, k)
+    return masked(q, k, v, (j <= i) & ((j > i - 4) | (j < 2) | (j // 3 == i // 3)))
+
+
+def mask_keeps_the_first(q, k, v, past):
+    """A window, and the first keys beside it: arXiv:2309.17453."""
+    k, v = grown(k, v, past)
+    i, j = places(q, k)
+    return masked(q, k, v, (j <= i) & ((j > i - 4) | (j < 2)))
+
+
+def mask_of_documents(q, k, v, past, ids):
+    k, v = grown(k, v, past)
+    i, j = places(q, k)
+    same = ids[:, None, -q.shape[2] :, None] == ids[:, None, None, :]
+    return masked(q, k, v, same & (j <= i))
+
+
+def mask_with_a_prefix(q, k, v, past, lengths):
+    k, v = grown(k, v, past)
+    i, j = places(q, k)
+    return masked(q, k, v, (j <= i) | (j < lengths[:, None, None, None]))
+
+
+def mask_looks_ahead(q, k, v, past):
+    k, v = grown(k, v, past)
+    i, j = places(q, k)
+    return masked(q, k, v, (i - j).abs() <= 1)
+
+
+def mask_by_image(q, k, v, past, ids):
+    """Tokens of one image see one another; -1 is text."""
+    k, v = grown(k, v, past)
+    i, j = places(q, k)
+    own, other = ids[:, None, -q.shape[2] :, None], ids[:, None, None, :]
+    return masked(q, k, v, torch.where((j <= i) | ((own == other) & (own >= 0)), 0.0, -float("inf")))
 
 
 def mask_by_unknown_op(q, k, v, past):
@@ -311,7 +353,15 @@ DENSE = {
     "mask_outside_graph": (mask_is_an_input, torch.rand(2, 1, 3, 8) > 0.3),
     "mask_outside_graph (bias)": (biased, torch.randn(4, 3, 8)),
     "mask_outside_graph (bias of baddbmm)": (baddbmm_with_a_bias, torch.randn(8, 3, 8)),
-    "mask_residual": (mask_is_two_windows, None),
+    "mask_residual": (mask_hides_every_third, None),
+    "mask_kind_dense (prefix of a window)": (mask_keeps_the_first, None),
+    "mask_kind_dense (documents)": (
+        mask_of_documents,
+        torch.tensor([[1, 1, 1, 2, 2, 2, 2, 3], [1] * 8]),
+    ),
+    "mask_kind_dense (prefix)": (mask_with_a_prefix, torch.tensor([2, 8])),
+    "mask_kind_dense (right window)": (mask_looks_ahead, None),
+    "mask_kind_dense (spans)": (mask_by_image, torch.tensor([[-1, 0, 0, 0, 1, 1, 1, -1], [0, 0, 0, 0, 0, 0, 0, 0]])),
     "mask_unknown_op": (mask_by_unknown_op, None),
 }
 

@@ -126,7 +126,53 @@ def flex_padded(q, k, v, past, padding):
     return flex(q, k, v, block_mask=block_mask), (k, v)
 
 
-# Rewritten with a dense mask, as the mask is more than causal, window and padding.
+# Rewritten with a dense mask whose kind is proven; the last argument is read by mask_mod.
+
+
+def flex_packed(q, k, v, past, ids):
+    """`ids` [batch, kv_len]: the document of each token."""
+    k, v = grown(k, v, past)
+    offset = past_of(q, k)
+
+    def mask_mod(b, h, i, j):
+        return (i + offset >= j) & (ids[b, i + offset] == ids[b, j])
+
+    block_mask = create_block_mask(mask_mod, q.shape[0], None, q.shape[2], k.shape[2], device=q.device)
+    return flex(q, k, v, block_mask=block_mask), (k, v)
+
+
+def flex_prefix(q, k, v, past, lengths):
+    """`lengths` [batch]: how many first tokens every query sees."""
+    k, v = grown(k, v, past)
+    offset = past_of(q, k)
+
+    def mask_mod(b, h, i, j):
+        return (i + offset >= j) | (j < lengths[b])
+
+    block_mask = create_block_mask(mask_mod, q.shape[0], None, q.shape[2], k.shape[2], device=q.device)
+    return flex(q, k, v, block_mask=block_mask), (k, v)
+
+
+def flex_both_windows(q, k, v, past, width):
+    """Keys at most `width` places before and after the query, in score_mod."""
+    k, v = grown(k, v, past)
+    offset = past_of(q, k)
+
+    def score_mod(score, b, h, i, j):
+        return torch.where((i + offset - j).abs() <= width, score, -float("inf"))
+
+    return flex(q, k, v, score_mod=score_mod), (k, v)
+
+
+PACKED = torch.tensor([[1, 1, 1, 2, 2, 2, 2, 3], [1] * 8])
+DENSE_KINDS = [
+    (flex_packed, PACKED, "dense (causal, documents)"),
+    (flex_prefix, torch.tensor([2, 8]), "dense (causal, prefix)"),
+    (flex_both_windows, 1, "dense (window 2, right window 1)"),
+]
+
+
+# Rewritten with a dense mask, as the mask is more than the kinds that are proven.
 
 
 def flex_by_head(q, k, v, past):
