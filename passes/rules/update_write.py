@@ -224,7 +224,7 @@ def _from_zero(node: Any) -> bool:
     """Whether a node is arange(n)."""
     if not isinstance(node, Node) or operation_name(node) != "arange":
         return False
-    return len(node.args) == 1 or (len(node.args) == 2 and node.args[0] == 0)
+    return bool(len(node.args) == 1 or (len(node.args) == 2 and node.args[0] == 0))
 
 
 def first_rows(node: Node, seq_dim: int) -> Any:
