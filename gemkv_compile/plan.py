@@ -34,6 +34,7 @@ class BufferPlan:
         start, scalar, vector: The position of the first new row: a size, or an argument that holds it (a tensor of no
             dimensions, or one with the place of each new row).
         only_new: Attention sees the new rows alone, so that they must come first.
+        rolls: All places hold rows; the first one leaves, and the new one becomes the last.
         masks: The masks over its places, computed from the call's arguments; None for one that is not known from them.
     """
 
@@ -42,6 +43,7 @@ class BufferPlan:
     scalar: int | None
     vector: int | None
     only_new: bool
+    rolls: bool
     masks: tuple[Callable[..., Any] | None, ...]
 
 

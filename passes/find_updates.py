@@ -124,14 +124,17 @@ def _buffer(keys: Rows, values: Rows, readers: tuple[Attention, ...]) -> Buffer:
     shape = shape_of(keys.all_rows)
     assert shape is not None
     only_new = any(not reader.over_places for reader in readers)
-    return Buffer(shape[keys.seq_dim], keys.write.position, (*keys.write.nodes, *values.write.nodes), only_new)
+    nodes = (*keys.write.nodes, *values.write.nodes)
+    return Buffer(shape[keys.seq_dim], keys.write.position, nodes, only_new, keys.write.rolls)
 
 
 def _outputs(rows: Rows, role: int, returned: list[Any]) -> Iterable[CacheOutput]:
     for index, result in enumerate(returned):
         node = _without_copies(result)
         if node is rows.all_rows or (rows.write is not None and rows.past is None and node is rows.write.node):
-            yield CacheOutput(index, role, None, result)
+            fills = rows.write is not None and rows.write.fills
+            keep = shape_of(rows.all_rows)[rows.seq_dim] if fills else None  # type: ignore[index]
+            yield CacheOutput(index, role, keep, result)
         elif isinstance(node, Node) and node.args and _without_copies(node.args[0]) is rows.all_rows:
             keep = update_cat.last_rows(node, rows.seq_dim)
             if keep is not None:

@@ -167,7 +167,8 @@ def _attend(
 ) -> Node:
     graph, attention = build.graph, read.attention
     mask = _whole_mask(build, read)
-    if mask is not None and attention.over_places:
+    rolls = rewrite.cache.buffer is not None and rewrite.cache.buffer.rolls  # its last place is the newest token
+    if mask is not None and attention.over_places and not rolls:
         mask = by_tokens(
             graph, build.symbols, mask, state["seq_lens"], 0 if rewrite.is_decode else value_of(keys).shape[2]
         )

@@ -73,12 +73,18 @@ class Buffer:
         position: Where the new rows go.
         writes: The nodes that write keys and values, and the views that they write through.
         only_new: Attention sees the first rows only, as many as there are new ones: right at position 0 alone.
+        rolls: All places hold rows; the first one leaves, the others move up, and the new row becomes the last.
     """
 
     places: Any
     position: Position
     writes: tuple[Node, ...]
     only_new: bool = False
+    rolls: bool = False
+
+    def writes_through(self, user: Node) -> bool:
+        """Whether a user of the memory is one of the writes, or serves nothing else."""
+        return user in self.writes or (len(user.users) > 0 and user.users.keys() <= set(self.writes))
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ def buffer_plan(
         scalar=None if position.scalar is None else index(position.scalar),
         vector=None if position.vector is None else index(position.vector),
         only_new=cache.buffer.only_new,
+        rolls=cache.buffer.rolls,
         masks=tuple(masks.get(reader.mask) for reader in cache.readers if reader.over_places),
     )
 

@@ -33,17 +33,23 @@ def test_buffers_of_a_module_become_pages(write):
         torch.testing.assert_close(ours.materialise(), theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", ["llama", "gemma1"])
-def test_generate_with_a_static_cache(family, attention):
+CELLS = [("llama", "sdpa", 10), ("gemma1", "eager", 10), ("gemma3", "sdpa", 10), ("gemma3", "eager", 40)]
+
+
+@pytest.mark.parametrize("family, attention, tokens", CELLS)
+def test_generate_with_a_static_cache(family, attention, tokens):
+    """Full and sliding layers, from a prompt below the window of 16 and one beyond it."""
     model = gemkv_compile.compile(build(family, attention), kv_format="model", strict=True)
-    options = dict(max_new_tokens=24, do_sample=False, cache_implementation="static")
+    options = dict(max_new_tokens=24, do_sample=False, cache_implementation="static", return_dict_in_generate=True)
     with torch.no_grad():
         with torch.compiler.set_stance("force_eager"):
-            expected = build(family, attention).generate(prompt(2, 10), **options)
-        out = model.generate(prompt(2, 10), return_dict_in_generate=True, **options)
-    assert torch.equal(out.sequences, expected)
-    assert all(isinstance(layer.keys, PagedKVTensor) for layer in out.past_key_values.layers)
+            expected = build(family, attention).generate(prompt(2, tokens), **options)
+        out = model.generate(prompt(2, tokens), **options)
+    assert torch.equal(out.sequences, expected.sequences)
+    for ours, theirs in zip(out.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        assert isinstance(ours.keys, PagedKVTensor) and len(ours.keys.table.pages) <= 1
+        torch.testing.assert_close(ours.keys.materialise(), theirs.keys, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours.values.materialise(), theirs.values, rtol=1e-4, atol=1e-5)
 
 
 def test_it_pays_for_what_is_used():

@@ -110,7 +110,8 @@ class Executable:
                 first = start if output.keep is None else max(start, table.length - output.keep)
                 results[output.index] = make_handle(table, output.role, first, table.length, table_plan.seq_dim, places)
             for past in _written_pasts(table_plan, args):
-                past.stand_for(table, start, table.length)
+                first = start if table_plan.keep is None else max(start, table.length - table_plan.keep)
+                past.stand_for(table, first, table.length)
         return tuple(results)
 
     def _run_original(self, args: Sequence[Any], why: str) -> tuple[Any, ...]:
@@ -140,8 +141,7 @@ def _continue(
 ) -> tuple[PageTable, int] | None:
     """The table that a call appends to, claimed, and the first row of its past; None if the call is not covered."""
     if plan.buffer is not None:
-        table = continue_static(pool, plan, args, position, size)
-        return None if table is None else (table, 0)
+        return continue_static(pool, plan, args, position, size)
     return continue_past(pool, size[0], _at(args, plan.past_keys), _at(args, plan.past_values), plan.seq_dim)
 
 

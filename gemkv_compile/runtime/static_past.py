@@ -41,8 +41,8 @@ def _position(plan: BufferPlan, args: Sequence[Any], places: dict[int, list[int]
 
 def continue_static(
     pool: PagePool, plan: TablePlan, args: Sequence[Any], position: int | None, size: tuple[int, int]
-) -> PageTable | None:
-    """A table whose rows are a static cache's before `position`, free to be appended to and claimed.
+) -> tuple[PageTable, int] | None:
+    """A table whose rows are a static cache's before `position`, free to be appended to and claimed, and its first row.
 
     A plain tensor becomes a handle here: the caller's own object, whose storage is given up.
 
@@ -53,25 +53,31 @@ def continue_static(
     buffer, (batch, num_tokens) = plan.buffer, size
     assert buffer is not None
     places = _value(buffer.places, args)
-    if position is None or not 0 <= position <= places - num_tokens or (buffer.only_new and position != 0):
+    if not buffer.rolls and (position is None or position < 0 or (buffer.only_new and position != 0)):
         return None
     if plan.past_keys is None or plan.past_values is None:
-        return _claimed(PageTable(pool, batch), 0, 0) if position == 0 else None
-    pair = _as_handles(pool, args[plan.past_keys], args[plan.past_values], plan.seq_dim, places, args)
-    if pair is None or pair[0].length < position:
+        fits = plan.keep is not None or num_tokens <= places
+        return (_claimed(PageTable(pool, batch), 0, 0, 0), 0) if position == 0 and fits else None
+    pair = _as_handles(pool, plan, args, places)
+    if pair is None:
         return None
-    length, table = pair[0].length, pair[0].table
+    start, length, table = pair[0].start, pair[0].length, pair[0].table
+    if buffer.rolls:
+        return (_claimed(table, start, length, length), start) if length - start == places else None
+    assert position is not None
+    if length < position or position + num_tokens > places:
+        return None
     if length > position and not _hides(buffer, args, position + num_tokens, length):
         return None
-    return _claimed(table, position, length)
+    return _claimed(table, 0, position, length), 0
 
 
-def _claimed(table: PageTable, position: int, length: int) -> PageTable:
+def _claimed(table: PageTable, start: int, position: int, length: int) -> PageTable:
     table.claim()
     if position == length == table.length and not table.is_appending and not table.released:
         return table
     try:
-        fork = table.fork(0, position)
+        fork = table.fork(start, position)
     finally:
         table.unclaim()
     fork.claim()
@@ -79,27 +85,50 @@ def _claimed(table: PageTable, position: int, length: int) -> PageTable:
 
 
 def _as_handles(
-    pool: PagePool, keys: Any, values: Any, seq_dim: int, places: int, args: Sequence[Any]
+    pool: PagePool, plan: TablePlan, args: Sequence[Any], places: int
 ) -> tuple[PagedKVTensor, PagedKVTensor] | None:
-    """Keys and values as handles of one table; plain tensors become them."""
+    """Keys and values as handles of one table of the pool; plain tensors become them."""
+    assert plan.past_keys is not None and plan.past_values is not None and plan.buffer is not None
+    keys, values = args[plan.past_keys], args[plan.past_values]
     are_handles = [isinstance(part, PagedKVTensor) for part in (keys, values)]
-    if all(are_handles) and keys.table is values.table and (keys.start, keys.length) == (values.start, values.length):
-        same = keys.table.pool is pool and (keys.role, values.role, keys.start) == (KEYS, VALUES, 0)
-        if same and keys.places == values.places == places and keys.seq_dim == values.seq_dim == seq_dim:
-            return keys, values
+    if all(are_handles) and _fit(keys, values, pool, plan, places):
+        return keys, values
+    if all(are_handles) and any(part.places != places or part.seq_dim != plan.seq_dim for part in (keys, values)):
+        return None
+    if any(are_handles) != all(are_handles):
+        return None
     if not any(are_handles) and any(_shares_memory(part, args) for part in (keys, values)):
         return None
     dense = [part.materialise() if isinstance(part, PagedKVTensor) else part for part in (keys, values)]
-    rows = used_rows(dense, seq_dim)
-    if any(are_handles):  # of different caches, or edited apart: each stands for its rows in one new table
-        if not all(are_handles) or any(part.places != places or part.seq_dim != seq_dim for part in (keys, values)):
-            return None
-        table = import_dense(pool, dense[0].narrow(seq_dim, 0, rows), dense[1].narrow(seq_dim, 0, rows), seq_dim)
+    lengths = {part.length - part.start for part in (keys, values) if isinstance(part, PagedKVTensor)}
+    rows = places if plan.buffer.rolls else lengths.pop() if len(lengths) == 1 else used_rows(dense, plan.seq_dim)
+    # Views of a tensor that stay alive would keep it from being swapped.
+    table = import_dense(pool, *_first(dense, rows, plan.seq_dim), seq_dim=plan.seq_dim)
+    if all(are_handles):  # of another pool, or of two tables: each stands for its rows in one new table
         for role, part in enumerate((keys, values)):
             part.role = role
             part.stand_for(table, 0, rows)
         return keys, values
-    table = import_dense(pool, dense[0].narrow(seq_dim, 0, rows), dense[1].narrow(seq_dim, 0, rows), seq_dim)
+    return _swapped(table, keys, values, rows, plan.seq_dim, places)
+
+
+def _first(pair: Sequence[torch.Tensor], rows: int, seq_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = (part.narrow(seq_dim, 0, rows) for part in pair)
+    return keys, values
+
+
+def _fit(keys: PagedKVTensor, values: PagedKVTensor, pool: PagePool, plan: TablePlan, places: int) -> bool:
+    """Whether two handles are keys and values of one table as the graph takes them."""
+    same_rows = keys.table is values.table and (keys.start, keys.length) == (values.start, values.length)
+    roles = (keys.role, values.role) == (KEYS, VALUES) and keys.seq_dim == values.seq_dim == plan.seq_dim
+    starts = keys.start == 0 or (plan.buffer is not None and plan.buffer.rolls)
+    return same_rows and roles and starts and keys.table.pool is pool and keys.places == values.places == places
+
+
+def _swapped(
+    table: PageTable, keys: torch.Tensor, values: torch.Tensor, rows: int, seq_dim: int, places: int
+) -> tuple[PagedKVTensor, PagedKVTensor] | None:
+    """Put handles of a table where two plain tensors stand; None, and nothing has changed, if that cannot be."""
     handles = [make_handle(table, role, 0, rows, seq_dim, places) for role in (KEYS, VALUES)]
     for handle in handles:
         table.unregister(handle)  # a registered one has a weak reference
@@ -110,7 +139,7 @@ def _as_handles(
         return None
     for part in (keys, values):
         table.register(part)
-    return keys, values
+    return keys, values  # type: ignore[return-value]
 
 
 def give_up_storage(plans: Sequence[TablePlan], args: Sequence[Any]) -> None:

@@ -3,13 +3,15 @@
 Reads Transformers' StaticLayer (index_copy_ at arange(q) + a counter), gpt-fast's `cache[:, :, input_pos] = rows`,
 slices and narrow with copy_, into an input of the graph (a cache's tensor, a registered buffer) or into zeros that the
 graph makes and returns. The places must be consecutive; a position that only the call knows is checked there.
+StaticSlidingWindowLayer moves all rows up by one (roll), assigns the last and copies all back, or copies the last rows
+of a long prompt into its zeros.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -20,9 +22,9 @@ from gemkv_compile.compat import expr_of
 from gemkv_compile.passes.effects import writes_of
 from gemkv_compile.passes.lens import op_of, rank_of, shape_of, value_of
 from gemkv_compile.passes.masks.names import operation_name
-from gemkv_compile.passes.rules.update_cat import Rows, swaps_heads_and_rows
+from gemkv_compile.passes.rules.update_cat import Rows, last_rows, swaps_heads_and_rows
 from gemkv_compile.passes.sites import Attention, Cache, Position, Refusal
-from gemkv_compile.passes.symbols import is_known, same_size
+from gemkv_compile.passes.symbols import is_known, same_size, static_int
 
 NAME = "update_write"
 _CREATIONS = (torch.zeros, torch.empty)
@@ -38,6 +40,8 @@ class Write:
     new: Node
     seq_dim: int
     position: Position
+    rolls: bool = False
+    fills: bool = False  # with the last of the new rows; attention reads these themselves
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -66,6 +70,7 @@ def match(attention: Attention, writes: Mapping[Node, Write]) -> tuple[Rows, Row
 def _read(source: Node, writes: Mapping[Node, Write]) -> Rows | None:
     """Keys or values of an attention, [batch, heads, rows, dim], as the rows of a buffer after its write."""
     buffers = {**writes, **{write.node: write for write in writes.values()}}
+    buffers |= {write.new: write for write in writes.values() if write.fills}
     node, seq_dim, first = source, 2, None
     while node not in buffers:
         rows = first_rows(node, seq_dim)
@@ -81,6 +86,10 @@ def _read(source: Node, writes: Mapping[Node, Write]) -> Rows | None:
     if write.seq_dim != seq_dim:
         return None
     past = write.buffer if write.buffer.op == "placeholder" else None
+    if write.fills:
+        if node is not write.new or first is not None:
+            return None
+        first = shape_of(node)[seq_dim]  # type: ignore[index]
     return Rows(write.buffer, past, write.new, seq_dim, None, first, write)
 
 
@@ -93,7 +102,8 @@ def check(cache: Cache) -> Refusal | None:
     for buffer in (cache.all_keys, cache.all_values):
         own = [node for node in cache.buffer.writes if buffer in node.all_input_nodes]
         written = max(order[user] for node in own for user in (node, *node.users) if user in cache.buffer.writes)
-        early = next((u for u in buffer.users if u not in own and u.op != "output" and order[u] < written), None)
+        others = (user for user in buffer.users if user.op != "output" and not cache.buffer.writes_through(user))
+        early = next((user for user in others if order[user] < written), None)
         if early is not None:
             sentence = "a static cache is read before this call's rows are written into it."
             return Refusal("cache_used_elsewhere", sentence, early)
@@ -149,6 +159,9 @@ def _assigned(node: Node, buffer: Any, key: Any, new: Any) -> Iterator[tuple[Nod
 
 
 def _copied(node: Node, view: Node, new: Any) -> Iterator[tuple[Node, Write | None]]:
+    if _is_buffer(view):
+        yield view, _moved(node, view, new)
+        return
     buffer: Any = view.args[0] if view.args else None
     if not _is_buffer(buffer) or len(view.users) != 1 or view.op == "placeholder":
         return
@@ -159,6 +172,39 @@ def _copied(node: Node, view: Node, new: Any) -> Iterator[tuple[Node, Write | No
         start = value_of(view.args[2])
         dim, position = view.args[1] % 4, Position(start=start) if isinstance(start, int | torch.SymInt) else None
     yield buffer, _write(node, view, buffer, new, dim, position)
+
+
+def _moved(node: Node, buffer: Node, source: Any) -> Write | None:
+    """copy_ of the buffer's own rows after a roll, with a new last one; or of the last rows of a prompt."""
+    for dim in (1, 2):
+        if last_rows(source, dim) is not None and buffer.op != "placeholder":
+            places = _write(node, None, buffer, source, dim, Position(start=0))
+            new = source.args[0]
+            return None if places is None or rank_of(new) != 4 else replace(places, new=new, fills=True)
+        if (assign := _new_last(source, buffer, dim)) is not None and set(source.users) == {assign, node}:
+            write = _write(node, assign, buffer, assign.args[2], dim, Position())
+            is_one = write is not None and static_int(shape_of(write.new)[dim]) == 1  # type: ignore[index]
+            return replace(write, rolls=True) if write is not None and is_one else None
+    return None
+
+
+def _new_last(rolled: Any, buffer: Node, dim: int) -> Node | None:
+    """The assignment to the last place of roll(buffer, -1, dim), or None."""
+    if not isinstance(rolled, Node) or operation_name(rolled) != "roll" or rolled.args[:2] != (buffer, -1):
+        return None
+    dims = rolled.args[2] if len(rolled.args) > 2 else rolled.kwargs.get("dims")
+    if not isinstance(dims, int) or dims % 4 != dim:
+        return None
+    for user in rolled.users:
+        if user.target is operator.setitem and user.args[0] is rolled:
+            at = _one_index(user.args[1])
+            return user if at is not None and at[0] == dim and _is_last(at[1]) else None
+    return None
+
+
+def _is_last(index: Any) -> bool:
+    """Whether an index is torch.tensor([-1])."""
+    return op_of(index) == "tensor" and index.args[0] in ([-1], (-1,))
 
 
 def _write(node: Node, view: Node | None, buffer: Any, new: Any, dim: int, position: Position | None) -> Write | None:
