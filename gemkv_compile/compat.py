@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -289,3 +291,28 @@ def _backend_of(module: Any) -> Any:
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
     return getattr(backend, "compiler_fn", backend)
+
+
+def forget_tensors(tensors: Sequence[torch.Tensor]) -> None:
+    """Take tensors out of weak dictionaries, as if they had died: those of fake tensors know what they are made of.
+
+    torch.utils.swap_tensors refuses a tensor that has weak references.
+    """
+    references = {id(r): r for tensor in tensors for r in weakref.getweakrefs(tensor)}
+    for owner in gc.get_referrers(*references.values()) if references else ():
+        if isinstance(owner, dict) and owner is not references:
+            for key in [key for key in owner if id(key) in references]:
+                del owner[key]
+
+
+def swap_with(tensor: torch.Tensor, handle: torch.Tensor) -> bool:
+    """Put `handle` where `tensor` stands in everything that refers to it, and the other way round.
+
+    Returns:
+        Whether it was done; if not, both are as they were.
+    """
+    try:
+        torch.utils.swap_tensors(tensor, handle)
+    except RuntimeError:
+        return False
+    return True

@@ -26,6 +26,28 @@ class OutputPlan:
 
 
 @dataclass(frozen=True)
+class BufferPlan:
+    """A cache of a fixed number of places, and where the call's rows go.
+
+    Args:
+        places: How many rows it has room for.
+        start, scalar, vector: The position of the first new row: a size, or an argument that holds it (a tensor of no
+            dimensions, or one with the place of each new row).
+        only_new: Attention sees the new rows alone, so that they must come first.
+        rolls: All places hold rows; the first one leaves, and the new one becomes the last.
+        masks: The masks over its places, computed from the call's arguments; None for one that is not known from them.
+    """
+
+    places: Size
+    start: Size | None
+    scalar: int | None
+    vector: int | None
+    only_new: bool
+    rolls: bool
+    masks: tuple[Callable[..., Any] | None, ...]
+
+
+@dataclass(frozen=True)
 class TablePlan:
     """One key/value cache of the graph.
 
@@ -39,6 +61,7 @@ class TablePlan:
             as its window, so a past of more than exact_rows - 1 rows is not covered; None if there is none such.
         layout, device, pool_bytes: Which pool the pages come from.
         outputs: Which outputs of the original graph are handles of this cache.
+        buffer: Set if the cache has a fixed number of places. With a past, the handles that are the past grow.
     """
 
     past_keys: int | None
@@ -53,6 +76,7 @@ class TablePlan:
     device: torch.device
     pool_bytes: int | None
     outputs: tuple[OutputPlan, ...]
+    buffer: BufferPlan | None = None
 
 
 @dataclass(frozen=True)

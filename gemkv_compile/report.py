@@ -45,10 +45,11 @@ REASONS = {
     "block_mask_not_proven": "nothing proves that FlexAttention's block mask has the blocks of its mask_mod",
     "mask_outside_graph": "the mask is an input of the graph",
     "mask_kind_dense": "the mask is proven, and of a kind that the paged operators take as a dense tensor only",
+    "mask_over_places": "the mask is over all places of a static cache",
     "mask_residual": "the mask is more than the kinds that are proven",
     "mask_unknown_op": "the mask is built with an operation that the prover does not read",
 }
-"""Reason codes and what they mean. The four about masks do not keep an attention that has a mask tensor: it is
+"""Reason codes and what they mean. The five about masks do not keep an attention that has a mask tensor: it is
 rewritten with the dense mask, exact and slower."""
 
 

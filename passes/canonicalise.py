@@ -36,6 +36,8 @@ def canonicalise(module: GraphModule) -> tuple[GraphModule, CanonicaliseReport]:
     output = graph.graph_copy(module.graph, {})
     source = next(node for node in module.graph.nodes if node.op == "output")
     graph.output(output).meta.update(source.meta)
+    for node in graph.nodes:
+        node.meta.pop("grapharg", None)  # it refers to the call's own tensors
     handles = _replace_handle_values(graph)
     for node in graph.nodes:
         by_position(node)

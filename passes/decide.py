@@ -93,8 +93,11 @@ def _judge(cache: Cache, placeholders: list[Node], facts: Facts, proofs: dict[An
     refusal = _check_grad(cache, placeholders, facts, kv_grad) or _check_types(cache, new)
     if refusal is not None:
         return refusal
-    keep = None if cache.outputs[0].keep is None else static_int(cache.outputs[0].keep)
-    if cache.outputs[0].keep is not None and keep is None:
+    kept_rows = cache.outputs[0].keep if cache.outputs else None
+    if cache.buffer is not None and cache.buffer.rolls:
+        kept_rows = cache.buffer.places
+    keep = None if kept_rows is None else static_int(kept_rows)
+    if kept_rows is not None and keep is None:
         return Refusal("slice_not_constant", "how many rows the cache keeps is no constant.", cache.outputs[0].node)
     is_decode = static_int(new[2]) == 1
     reads: list[Read] = []
@@ -153,6 +156,9 @@ def _check_grad(cache: Cache, placeholders: list[Node], facts: Facts, kv_grad: b
         return Refusal(
             "grad_enabled", "a mask or sink requires grad, and the paged operators have no gradient for it.", trained
         )
+    if kv_grad and cache.buffer is not None:
+        sentence = "keys and values require grad, and a static cache is outside autograd; generate under no_grad()."
+        return Refusal("grad_enabled", sentence, cache.readers[0].node)
     handles = all(placeholders.index(past) in facts.handle_inputs for past in pasts)
     if kv_grad and not (pasts and handles):
         return Refusal(
@@ -205,6 +211,8 @@ def _check_types(cache: Cache, new: tuple[Any, ...]) -> Refusal | None:
 def _read(
     cache: Cache, attention: Attention, keep: int | None, is_decode: bool, proofs: dict[Any, Any]
 ) -> Read | Refusal:
+    if attention.over_places:
+        return _read_places(attention, is_decode, keep if cache.buffer is not None and cache.buffer.rolls else None)
     q_len, kv_len = value_of(attention.query).shape[2], value_of(attention.keys).shape[2]
     key = (attention.mask, attention.is_causal, expr_of(q_len), expr_of(kv_len))
     if key not in proofs:
@@ -223,6 +231,19 @@ def _read(
         return window
     from_rows = is_decode and proof.window is None and attention.visible is None and window is not None
     return Read(attention, proof.causal, window, proof.padding, None, None, from_rows, proof)
+
+
+def _read_places(attention: Attention, is_decode: bool, window: int | None) -> Read | Refusal:
+    """A mask over all places of a static cache is used densely; without one, places without a row do not take part."""
+    if attention.mask is not None and not attention.is_causal and isinstance(value_of(attention.mask), torch.Tensor):
+        sentence = "the mask is over all places of a static cache, and where the rows end is not in the graph"
+        return Read(
+            attention, False, None, None, attention.mask, Unproven("mask_over_places", sentence, attention.mask)
+        )
+    if is_decode and attention.mask is None and not attention.is_causal:
+        return Read(attention, True, window, None, None, None)
+    sentence = "attention without a mask sees all places of a static cache, also those that hold nothing yet."
+    return Refusal("rows_hidden", sentence, attention.node)
 
 
 def _needs_dense(attention: Attention, proof: MaskProof) -> Unproven:

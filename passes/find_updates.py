@@ -11,10 +11,10 @@ from torch.fx import Graph, Node
 from gemkv_compile.passes.effects import write_after, writes_of
 from gemkv_compile.passes.lens import module_path, op_of, rank_of, shape_of
 from gemkv_compile.passes.liveness import Effects, effects_of, live_nodes
-from gemkv_compile.passes.rules import update_cat
+from gemkv_compile.passes.rules import update_cat, update_write
 from gemkv_compile.passes.rules.folding import split_of
 from gemkv_compile.passes.rules.update_cat import Rows
-from gemkv_compile.passes.sites import Attention, Cache, CacheOutput, Refusal
+from gemkv_compile.passes.sites import Attention, Buffer, Cache, CacheOutput, Refusal
 from gemkv_compile.passes.symbols import same_size
 
 KEYS, VALUES = 0, 1
@@ -38,18 +38,21 @@ def find_updates(graph: Graph, attentions: Sequence[Attention], refused: Sequenc
     """
     returned = _returned(graph)
     leaving = frozenset(_leaving(returned))
+    buffers = update_write.find_writes(graph)
     readers: dict[tuple[Node, Node], list[Attention]] = {}
     rows: dict[tuple[Node, Node], tuple[Rows, Rows]] = {}
     without: list[tuple[Attention, Refusal]] = []
     for attention in attentions:
-        pair = _rows_of(attention, leaving)
+        pair = update_write.match(attention, buffers) or _rows_of(attention, leaving)
         if isinstance(pair, Refusal):
             without.append((attention, pair))
             continue
         key = (pair[0].all_rows, pair[1].all_rows)
         rows.setdefault(key, pair)
-        readers.setdefault(key, []).append(replace(attention, visible=pair[0].visible))
-    writes, effects = writes_of(graph), effects_of(graph)
+        over_places = pair[0].write is not None and pair[0].first is None
+        readers.setdefault(key, []).append(replace(attention, visible=pair[0].visible, over_places=over_places))
+    own = {node for pair in rows.values() for part in pair if part.write is not None for node in part.write.nodes}
+    writes, effects = (_without(of(graph), own) for of in (writes_of, effects_of))
     caches: list[Cache] = []
     for key, pair in rows.items():
         cache = _cache(pair, tuple(readers[key]), returned)
@@ -61,6 +64,11 @@ def find_updates(graph: Graph, attentions: Sequence[Attention], refused: Sequenc
     seen = {node for attention in attentions for node in (attention.node, attention.keys, attention.values)}
     unread = _unread(leaving - seen.union(*(_nearby(start) for start in (*seen, *refused))))
     return UpdateReport(tuple(caches), tuple(without), unread)
+
+
+def _without(mapping: Mapping[Node, Any], nodes: set[Node]) -> dict[Node, Any]:
+    """The mapping without writes that pages replace: a buffer that two caches are views of is refused by the call."""
+    return {node: value for node, value in mapping.items() if node not in nodes}
 
 
 def _returned(graph: Graph) -> list[Any]:
@@ -107,15 +115,26 @@ def _cache(pair: tuple[Rows, Rows], readers: tuple[Attention, ...], returned: li
         seq_dim=keys.seq_dim,
         outputs=tuple(outputs),
         readers=readers,
-        rule=update_cat.NAME,
+        rule=update_cat.NAME if keys.write is None else update_write.NAME,
+        buffer=None if keys.write is None else _buffer(keys, values, readers),
     )
+
+
+def _buffer(keys: Rows, values: Rows, readers: tuple[Attention, ...]) -> Buffer:
+    shape = shape_of(keys.all_rows)
+    assert shape is not None
+    only_new = any(not reader.over_places for reader in readers)
+    nodes = (*keys.write.nodes, *values.write.nodes)
+    return Buffer(shape[keys.seq_dim], keys.write.position, nodes, only_new, keys.write.rolls)
 
 
 def _outputs(rows: Rows, role: int, returned: list[Any]) -> Iterable[CacheOutput]:
     for index, result in enumerate(returned):
         node = _without_copies(result)
-        if node is rows.all_rows:
-            yield CacheOutput(index, role, None, result)
+        if node is rows.all_rows or (rows.write is not None and rows.past is None and node is rows.write.node):
+            fills = rows.write is not None and rows.write.fills
+            keep = shape_of(rows.all_rows)[rows.seq_dim] if fills else None  # type: ignore[index]
+            yield CacheOutput(index, role, keep, result)
         elif isinstance(node, Node) and node.args and _without_copies(node.args[0]) is rows.all_rows:
             keep = update_cat.last_rows(node, rows.seq_dim)
             if keep is not None:
@@ -134,7 +153,10 @@ def _check(graph: Graph, cache: Cache, writes: Mapping[Node, set[Node]], effects
     new = shape_of(cache.new_keys) or (), shape_of(cache.new_values) or ()
     if len(new[0]) != len(new[1]) or not all(same_size(a, b) for a, b in zip(*new, strict=True)):
         return Refusal("cache_shapes_differ", "keys and values have different head counts or head sizes.", node)
-    if {output.role for output in cache.outputs} != {KEYS, VALUES}:
+    if (moved := update_write.check(cache)) is not None:
+        return moved
+    in_place = cache.buffer is not None and cache.past_keys is not None
+    if not in_place and {output.role for output in cache.outputs} != {KEYS, VALUES}:
         return Refusal("cache_not_returned", "the graph reads a past but does not return the cache that it made.", node)
     keeps = [output.keep for output in cache.outputs]
     if any(not _same_visible(keep, keeps[0]) for keep in keeps):
@@ -166,13 +188,13 @@ def _computation(graph: Graph, cache: Cache) -> set[Node]:
 
 def _used_elsewhere(graph: Graph, cache: Cache, effects: Effects) -> Refusal | None:
     """The past, and past and new rows together, must serve attention and the returned cache only."""
-    if cache.past_keys is None or cache.past_values is None:
+    if cache.buffer is None and (cache.past_keys is None or cache.past_values is None):
         return None  # new rows that start a cache stay in the graph: anyone may use them
     inputs = (cache.new_keys, cache.new_values)
     replaced = {r.node: [n for n in (r.query, r.mask, r.sinks, *inputs) if n is not None] for r in cache.readers}
     live = live_nodes(graph, replaced, {output.index for output in cache.outputs}, effects)
     for rows in (cache.past_keys, cache.past_values, cache.all_keys, cache.all_values):
-        if rows in live:
+        if rows is not None and rows in live:
             user = _user(rows, live - replaced.keys())
             what = "the past is" if rows.op == "placeholder" else "the cached rows are"
             return Refusal(

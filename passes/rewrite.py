@@ -18,6 +18,7 @@ from gemkv_compile.passes.effects import writes_of
 from gemkv_compile.passes.lens import op_of, value_of
 from gemkv_compile.passes.liveness import remove_dead
 from gemkv_compile.passes.sites import Cache
+from gemkv_compile.passes.static_buffers import buffer_plan, by_tokens, erase_writes, mask_functions
 from gemkv_compile.passes.symbols import SymbolTable, free_symbols, same_size
 from gemkv_compile.passes.version import pass_version
 from gemkv_compile.plan import (
@@ -55,6 +56,7 @@ class _Builder:
         self.sources: dict[Node, State | AlignedPadding] = {}
         self.paddings: list[PaddingPlan] = []
         self.replaced: dict[Node, Node] = {}  # attentions' outputs, and what stands for them now
+        self.masks: dict[Node | None, GraphModule] = {}  # of static caches
         self._padding_nodes: dict[tuple[int, int, Any], Node] = {}
         self._last = self.placeholders[-1] if self.placeholders else None
 
@@ -102,7 +104,9 @@ def rewrite_graph(module: GraphModule, rewrites: tuple[Rewrite, ...], pool_bytes
     """Replace attentions and cache updates by paged operators; edits `module` (a canonicalised copy) in place."""
     graph = module.graph
     build = _Builder(graph)
-    changed = set().union(*writes_of(graph).values())
+    build.masks = mask_functions(graph, rewrites)
+    own = {node for rewrite in rewrites if rewrite.cache.buffer is not None for node in rewrite.cache.buffer.writes}
+    changed = set().union(*(memory for node, memory in writes_of(graph).items() if node not in own))
     written = tuple(i for i, node in enumerate(build.placeholders) if node in changed)
     tables = []
     for index, rewrite in enumerate(rewrites):
@@ -120,7 +124,7 @@ def rewrite_graph(module: GraphModule, rewrites: tuple[Rewrite, ...], pool_bytes
 def _insert_operators(build: _Builder, rewrite: Rewrite, table: int) -> None:
     """Decode: append, then read pages. Chunk: attend to pages and this call's rows, then append."""
     graph, cache = build.graph, rewrite.cache
-    if cache.past_keys is None:  # past and new rows together are the new rows
+    if cache.past_keys is None and cache.buffer is None:  # past and new rows together are the new rows
         for rows, new in ((cache.all_keys, cache.new_keys), (cache.all_values, cache.new_values)):
             if rows is not new:
                 rows.replace_all_uses_with(new)
@@ -143,6 +147,8 @@ def _insert_operators(build: _Builder, rewrite: Rewrite, table: int) -> None:
         with graph.inserting_before(anchor):
             _append(graph, rewrite, keys, values, state)
         graph.erase_node(anchor)
+    if cache.buffer is not None and cache.past_keys is not None:
+        erase_writes(graph, cache)
 
 
 def _anchor() -> None:
@@ -160,7 +166,13 @@ def _attend(
     build: _Builder, rewrite: Rewrite, read: Read, table: int, keys: Node, values: Node, state: dict[StateField, Node]
 ) -> Node:
     graph, attention = build.graph, read.attention
-    masks = (build.padding(read, table), _whole_mask(build, read), attention.sinks)
+    mask = _whole_mask(build, read)
+    rolls = rewrite.cache.buffer is not None and rewrite.cache.buffer.rolls  # its last place is the newest token
+    if mask is not None and attention.over_places and not rolls:
+        mask = by_tokens(
+            graph, build.symbols, mask, state["seq_lens"], 0 if rewrite.is_decode else value_of(keys).shape[2]
+        )
+    masks = (build.padding(read, table), mask, attention.sinks)
     asked = build.replaced.get(attention.query, attention.query)
     paged = (*(state[field] for field in STATE_FIELDS), *masks, attention.scale, attention.softcap)
     if rewrite.is_decode:
@@ -250,6 +262,7 @@ def _table_plan(build: _Builder, rewrite: Rewrite, pool_bytes: int | None) -> Ta
         device=rewrite.device,
         pool_bytes=pool_bytes,
         outputs=tuple(OutputPlan(output.index, output.role, rewrite.keep) for output in cache.outputs),
+        buffer=buffer_plan(cache, build.placeholders, build.symbols, build.masks),
     )
 
 

@@ -23,8 +23,9 @@ from gemkv_compile.plan import (
 from gemkv_compile.runtime.handle import PagedKVTensor, make_handle
 from gemkv_compile.runtime.importing import continue_past
 from gemkv_compile.runtime.page_table import PageTable
-from gemkv_compile.runtime.pool import pools
+from gemkv_compile.runtime.pool import PagePool, pools
 from gemkv_compile.runtime.reservation import HeldPages
+from gemkv_compile.runtime.static_past import continue_static, give_up_storage, read_positions
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,8 @@ class Executable:
         self._original = original
         self._plan = plan
         self._pools = [pools.get(table.layout, table.device, table.pool_bytes) for table in plan.tables]
-        self._warned = False
+        self._warned: set[str] = set()
+        self._has_places = any(table.buffer is not None for table in plan.tables)
         self._is_fresh = True
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
@@ -59,18 +61,22 @@ class Executable:
         if self._is_fresh:
             self._is_fresh = False
             _forget_trace(args)
+        if self._has_places:
+            give_up_storage(plan.tables, args)
         sizes = [(_value(table.batch, args), _value(table.num_tokens, args)) for table in plan.tables]
         tables: list[PageTable] = []
         starts: list[int] = []
+        positions = read_positions(plan.tables, args) if self._has_places else [None] * len(sizes)
         try:
-            for table_plan, pool, (batch, num_tokens) in zip(plan.tables, self._pools, sizes, strict=True):
-                past = [_at(args, table_plan.past_keys), _at(args, table_plan.past_values)]
-                table, start = continue_past(pool, batch, past[0], past[1], table_plan.seq_dim)
-                tables.append(table)  # claimed for this call
-                starts.append(start)
-                if not _prepare(table, start, table_plan):
-                    return self._run_original(args)
-                table.begin(num_tokens, table_plan.keep, start)
+            for table_plan, pool, size, position in zip(plan.tables, self._pools, sizes, positions, strict=True):
+                found = _continue(pool, table_plan, args, position, size)
+                if found is None:
+                    return self._run_original(args, _OTHER_PLACES)
+                tables.append(found[0])  # claimed for this call
+                starts.append(found[1])
+                if not _prepare(*found, table_plan):
+                    return self._run_original(args, _MORE_ROWS)
+                found[0].begin(size[1], table_plan.keep, found[1])
             outputs = self._inner(*self._inputs(args, tables, starts, sizes))
             if torch.is_grad_enabled():
                 _hold_pages(outputs, tables)
@@ -99,19 +105,50 @@ class Executable:
     ) -> tuple[Any, ...]:
         results = [_result(source, args, outputs) for source in self._plan.results]
         for table_plan, table, start in zip(self._plan.tables, tables, starts, strict=True):
+            places = None if table_plan.buffer is None else _value(table_plan.buffer.places, args)
             for output in table_plan.outputs:
                 first = start if output.keep is None else max(start, table.length - output.keep)
-                results[output.index] = make_handle(table, output.role, first, table.length, table_plan.seq_dim)
+                results[output.index] = make_handle(table, output.role, first, table.length, table_plan.seq_dim, places)
+            for past in _written_pasts(table_plan, args):
+                first = start if table_plan.keep is None else max(start, table.length - table_plan.keep)
+                past.stand_for(table, first, table.length)
         return tuple(results)
 
-    def _run_original(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        if not self._warned:
-            log.warning(
-                "gemkv: a past with more rows than this graph's window was given, so this call ran without rewriting; "
-                "its cache is dense. Give each call the cache that the previous one returned."
-            )
-            self._warned = True
-        return tuple(self._original(*map(_dense, args)))
+    def _run_original(self, args: Sequence[Any], why: str) -> tuple[Any, ...]:
+        if why not in self._warned:
+            log.warning("gemkv: %s, so this call ran without rewriting; its cache is dense.", why)
+            self._warned.add(why)
+        dense = [_dense(arg) for arg in args]
+        results = self._original(*dense)
+        written = [past for plan in self._plan.tables for past in _written_pasts(plan, args)]
+        for i, arg in enumerate(args):
+            if any(arg is past for past in written):
+                arg.copy_(dense[i])
+                results = [arg if result is dense[i] else result for result in results]
+        return tuple(results)
+
+
+_MORE_ROWS = (
+    "a past with more rows than this graph's window was given (give each call the cache that the previous one returned)"
+)
+_OTHER_PLACES = (
+    "rows were written into a static cache other than after those that are there, or its tensors are views of others"
+)
+
+
+def _continue(
+    pool: PagePool, plan: TablePlan, args: Sequence[Any], position: int | None, size: tuple[int, int]
+) -> tuple[PageTable, int] | None:
+    """The table that a call appends to, claimed, and the first row of its past; None if the call is not covered."""
+    if plan.buffer is not None:
+        return continue_static(pool, plan, args, position, size)
+    return continue_past(pool, size[0], _at(args, plan.past_keys), _at(args, plan.past_values), plan.seq_dim)
+
+
+def _written_pasts(plan: TablePlan, args: Sequence[Any]) -> list[PagedKVTensor]:
+    """The handles that the call's rows are written into."""
+    pasts = [_at(args, index) for index in (plan.past_keys, plan.past_values)] if plan.buffer is not None else []
+    return [past for past in pasts if isinstance(past, PagedKVTensor)]
 
 
 def _forget_trace(args: Sequence[Any]) -> None:

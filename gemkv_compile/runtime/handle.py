@@ -22,6 +22,8 @@ class PagedKVTensor(torch.Tensor):
 
     Shape [batch, num_kv_heads, length - start, head_dim] (sequence dimension 2) or
     [batch, length - start, num_kv_heads, head_dim] (sequence dimension 1); dtype and device of the model.
+    A static cache's handle has `places` rows instead: those of the table, and zeros after them; a compiled call that
+    writes into the cache makes it stand for the longer table.
     A handle is a value: rows are appended to its table but never changed, so copies share pages. Compiled calls read
     the pages; any other operation computes on a dense copy in the model's precision, right but slower.
 
@@ -47,6 +49,7 @@ class PagedKVTensor(torch.Tensor):
     start: int
     length: int
     seq_dim: int
+    places: int | None
     _marker: torch.Tensor
 
     @staticmethod
@@ -93,6 +96,8 @@ class PagedKVTensor(torch.Tensor):
     def materialise(self) -> torch.Tensor:
         """The rows as a dense tensor of its own, in the model's precision."""
         rows = self.table.read(self.start, self.length)[self.role]
+        if self.places is not None:
+            rows = torch.nn.functional.pad(rows, (0, 0, 0, self.places - rows.shape[2]))
         return rows if self.seq_dim == 2 else rows.transpose(1, 2).contiguous()
 
     def release(self) -> None:
@@ -103,6 +108,17 @@ class PagedKVTensor(torch.Tensor):
         """A handle of rows [start, length) of the same table."""
         return make_handle(self.table, self.role, start, length, self.seq_dim)
 
+    def copy(self) -> PagedKVTensor:
+        """Another handle of the same rows."""
+        return make_handle(self.table, self.role, self.start, self.length, self.seq_dim, self.places)
+
+    def stand_for(self, table: PageTable, start: int, length: int) -> None:
+        """Become the handle of other rows, of the same shape."""
+        former, self.table, self.start, self.length = self.table, table, start, length
+        if former is not table:
+            table.register(self)
+            former.unregister(self)
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         if self.is_shell:
             return f"PagedKVTensor(shell, shape={tuple(self.shape)})"
@@ -111,10 +127,10 @@ class PagedKVTensor(torch.Tensor):
         return f"PagedKVTensor({what}, shape={tuple(self.shape)}, dtype={self.dtype}, pages={kv_format!r}{state})"
 
     def __copy__(self) -> PagedKVTensor:
-        return self.with_rows(self.start, self.length)
+        return self.copy()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVTensor:
-        memo[id(self)] = copy = self.with_rows(self.start, self.length)
+        memo[id(self)] = copy = self.copy()
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -156,17 +172,20 @@ class PagedKVTensor(torch.Tensor):
         return self
 
 
-def make_handle(table: PageTable, role: int, start: int, length: int, seq_dim: int = 2) -> PagedKVTensor:
-    """A handle of rows [start, length) of `table`; role is KEYS or VALUES."""
+def make_handle(
+    table: PageTable, role: int, start: int, length: int, seq_dim: int = 2, places: int | None = None
+) -> PagedKVTensor:
+    """A handle of rows [start, length) of `table`, of a static cache with room for `places`; role: KEYS or VALUES."""
     if table.released:
         raise ReleasedHandle("A paged key/value cache")
     layout = table.pool.layout
-    rows, heads = length - start, layout.num_kv_heads
+    rows, heads = length - start if places is None else places, layout.num_kv_heads
     middle = (heads, rows) if seq_dim == 2 else (rows, heads)
     with torch.inference_mode(False):
         handle = PagedKVTensor((table.batch, *middle, layout.head_dim), layout.model_dtype, table.pool.device)
         handle._marker = torch.empty(0, dtype=layout.model_dtype, device=table.pool.device)
     handle.table, handle.role, handle.start, handle.length, handle.seq_dim = table, role, start, length, seq_dim
+    handle.places = places
     table.register(handle)
     return handle
 

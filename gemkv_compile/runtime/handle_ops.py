@@ -9,9 +9,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gemkv_compile.errors import GemkvError
-from gemkv_compile.runtime.handle import KEYS, VALUES, PagedKVTensor, make_handle, warn_dense_growth
+from gemkv_compile.runtime.handle import KEYS, VALUES, PagedKVTensor, warn_dense_growth
 from gemkv_compile.runtime.handle_views import known_view
-from gemkv_compile.runtime.importing import import_dense
+from gemkv_compile.runtime.importing import import_dense, used_rows
 
 METADATA_METHODS = frozenset(
     "size dim ndimension numel nelement stride element_size get_device storage_offset untyped_storage has_names "
@@ -48,12 +48,13 @@ def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 def replace_rows(handle: PagedKVTensor, dense: torch.Tensor) -> None:
     """Make a handle stand for the values of `dense` (same shape), in a table of its own."""
-    other = make_handle(handle.table, VALUES - handle.role, handle.start, handle.length, handle.seq_dim).materialise()
-    pair = (dense, other) if handle.role == KEYS else (other, dense)
-    former, handle.table = handle.table, import_dense(handle.table.pool, *pair, handle.seq_dim)
-    handle.start, handle.length = 0, handle.length - handle.start
-    handle.table.register(handle)
-    former.unregister(handle)
+    other = handle.copy()
+    other.role = VALUES - handle.role
+    pair = (dense, other.materialise()) if handle.role == KEYS else (other.materialise(), dense)
+    rows = dense.shape[handle.seq_dim] if handle.places is None else used_rows(pair, handle.seq_dim)
+    keys, values = (part.narrow(handle.seq_dim, 0, rows) for part in pair)
+    table = import_dense(handle.table.pool, keys, values, handle.seq_dim)
+    handle.stand_for(table, 0, rows)
 
 
 def _plainly(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -25,6 +25,8 @@ def known_view(name: str, handle: PagedKVTensor, args: tuple[Any, ...], kwargs: 
     if name in CONVERSIONS or name in COPIES:
         plain = _without_format(args, kwargs)
         return None if plain is None else _same_values(name, handle, *plain)
+    if handle.places is not None:
+        return None
     if name == "__getitem__":
         return _index(handle, args[0])
     if name == "narrow" and len(args) == 3 and not kwargs:
@@ -62,7 +64,7 @@ def _without_format(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tupl
 
 def _same_values(name: str, handle: PagedKVTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name in COPIES:
-        return None if args or kwargs else handle.with_rows(handle.start, handle.length)
+        return None if args or kwargs else handle.copy()
     converted = getattr(torch.Tensor, name)(handle._marker, *args, **kwargs)
     return handle if converted is handle._marker else None
 

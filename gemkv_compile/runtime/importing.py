@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from gemkv_compile.errors import CacheMismatch
@@ -43,6 +45,14 @@ def import_dense(pool: PagePool, keys: torch.Tensor, values: torch.Tensor, seq_d
             ops.append_kv(keys.detach(), values.detach(), *state, layout.page_size, layout.kv_format, FORMAT_NAME)
             table.commit(tokens)
     return table
+
+
+def used_rows(pair: Sequence[torch.Tensor], seq_dim: int) -> int:
+    """How many rows of a static cache's keys and values are not the zeros that it was made with."""
+    dims = [dim for dim in range(4) if dim != seq_dim]
+    used = torch.stack([(part != 0).any(dim=dims[2]).any(dim=dims[1]).any(dim=dims[0]) for part in pair]).any(0)
+    places = used.nonzero()
+    return int(places[-1]) + 1 if len(places) else 0
 
 
 def continue_past(

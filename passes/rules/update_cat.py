@@ -21,13 +21,18 @@ NAME = "update_cat"
 
 @dataclass(frozen=True)
 class Rows:
-    """Cached rows as attention reads them: `all_rows` = cat of `past` (or nothing) and `new` along `seq_dim`."""
+    """Cached rows as attention reads them: `all_rows` = cat of `past` (or nothing) and `new` along `seq_dim`.
+
+    With a `write` (`update_write.Write`), `all_rows` is the memory that it writes into.
+    """
 
     all_rows: Node
     past: Node | None
     new: Node
     seq_dim: int
     visible: Any  # attention reads the last `visible` rows; None: all
+    first: Any = None  # attention reads the first `first` rows of the memory; None: all
+    write: Any = None
 
 
 def match(source: Node, outputs: frozenset[Node]) -> Rows | Refusal | None:
@@ -49,7 +54,7 @@ def match(source: Node, outputs: frozenset[Node]) -> Rows | Refusal | None:
         last = last_rows(node, seq_dim)
         if op_of(node) == "contiguous":
             node = node.args[0]
-        elif _swaps_heads_and_rows(node):
+        elif swaps_heads_and_rows(node):
             node, seq_dim = node.args[0], 3 - seq_dim
         elif last is not None and visible is None:
             node, visible = node.args[0], last
@@ -112,7 +117,7 @@ def _is_empty_constant(node: Any) -> bool:
     return op_of(node) == "tensor" and len(node.args[0]) == 0
 
 
-def _swaps_heads_and_rows(node: Any) -> bool:
+def swaps_heads_and_rows(node: Any) -> bool:
     if op_of(node) == "transpose":
         return {argument(node, 1, "dim0") % 4, argument(node, 2, "dim1") % 4} == {1, 2}
     if op_of(node) == "permute":
