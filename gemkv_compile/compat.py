@@ -305,6 +305,25 @@ def forget_tensors(tensors: Sequence[torch.Tensor]) -> None:
                 del owner[key]
 
 
+def trace_flex_attention_with(stand_in: Callable[[Any], Any]) -> None:
+    """Let FlexAttention's operator be traced with `stand_in(argument)` for each of its arguments (a tree map).
+
+    Its rule for fake tensors refuses tensors of a subclass.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    operator = torch.ops.higher_order.flex_attention
+    rule = operator.python_key_table[FakeTensorMode]
+
+    def traced(mode: Any, *args: Any, **kwargs: Any) -> Any:
+        with mode:
+            args, kwargs = stand_in(args), stand_in(kwargs)
+        return rule(mode, *args, **kwargs)
+
+    operator.python_key_table[FakeTensorMode] = traced
+    operator._dispatch_cache.clear()
+
+
 def swap_with(tensor: torch.Tensor, handle: torch.Tensor) -> bool:
     """Put `handle` where `tensor` stands in everything that refers to it, and the other way round.
 

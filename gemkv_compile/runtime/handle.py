@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_map_only
 
-from gemkv_compile.compat import is_tracing_aten
+from gemkv_compile.compat import is_tracing_aten, trace_flex_attention_with
 from gemkv_compile.errors import GemkvError, ReleasedHandle
 from gemkv_compile.runtime.page_table import PageTable
 
@@ -200,6 +200,9 @@ def _stand_in(handle: PagedKVTensor) -> torch.Tensor:
             )
         return torch.empty(handle.shape, dtype=handle.dtype, device=handle.device)
     return handle.materialise()
+
+
+trace_flex_attention_with(lambda arguments: tree_map_only(PagedKVTensor, _stand_in, arguments))
 
 
 @functools.cache
