@@ -34,7 +34,7 @@ REWRITTEN = [
     attention_cases.einsum_form,
     attention_cases.baddbmm_form,
     attention_cases.softmax_written_out,
-    attention_cases.mask_is_two_windows,
+    attention_cases.mask_hides_every_third,
     flex_cases.flex_block_mask,
     flex_cases.flex_softcapped,
 ]
