@@ -128,6 +128,11 @@ def compile_graph(
     executable = Executable(compiled, gm, found.plan)
     if not options.shadow or not found.plan.tables:
         return executable, report
+    if any(table.buffer is not None for table in found.plan.tables):
+        report.shadow.append(
+            ShadowedCall(None, None, "a static cache is written in place, which the shadow does not cover")
+        )
+        return executable, report
     return Shadowed(executable, gm, found.plan, options.shadow, _Recorder(report, found.plan)), report
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import grown, inputs
+from static_models import setitem, static_greedy, static_model
 from tiny_models import FAMILIES, LATER_CELLS, build, greedy, prompt, tuple_model
 
 import gemkv_compile
@@ -113,3 +114,30 @@ def test_a_shadow_leaves_the_devices_random_numbers(inner):
     assert all(map(torch.equal, *outs))
     calls = [call for graph in gemkv_compile.report_of(function).graphs for call in graph.shadow]
     assert len(calls) == 3 and not any(call.failure for call in calls)
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("family, tokens", [("llama", 10), ("gemma3", 10), ("gemma3", 40)])
+def test_static_caches_equal_eager(family, tokens, inner):
+    """Full and sliding layers, from a prompt below the window and one beyond it."""
+    options = dict(cache_implementation="static", return_dict_in_generate=True)
+    with torch.compiler.set_stance("force_eager"):
+        expected = run(build(family).cuda(), prompt(2, tokens), 30, **options)
+    model = gemkv_compile.compile(build(family).cuda(), kv_format="model", inner=inner, strict=True)
+    out = run(model, prompt(2, tokens), 30, **options)
+    assert torch.equal(out.sequences, expected.sequences)
+    for ours, theirs in zip(out.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        assert isinstance(ours.keys, PagedKVTensor)
+        torch.testing.assert_close(ours.keys.materialise(), theirs.keys, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_buffers_of_a_module_become_pages(inner):
+    """The caller's own tensors on the device become handles, and their storage is given up."""
+    with torch.device("cuda"):
+        model, plain = static_model(setitem), static_model(setitem)
+        expected = static_greedy(plain, prompt(2, 10).cuda(), 20)
+        gemkv_compile.compile(model, kv_format="model", inner=inner, strict=True)
+        assert torch.equal(static_greedy(model, prompt(2, 10).cuda(), 20), expected)
+    assert isinstance(model.layers[0].k_cache, PagedKVTensor)
+    torch.testing.assert_close(model.layers[0].k_cache + 0, plain.layers[0].k_cache, rtol=1e-3, atol=1e-4)

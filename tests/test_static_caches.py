@@ -154,3 +154,11 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was():
     with pytest.raises(Exception, match="out of|index|range"):
         model(prompt(2, 1), torch.tensor([48]))
     assert torch.equal(model.layers[0].k_cache + 0, before)
+
+
+def test_the_shadow_says_that_it_does_not_cover_them():
+    model = compiled(setitem, shadow=3)
+    static_greedy(model, prompt(2, 10), 2)
+    report = gemkv_compile.report_of(model)
+    assert all("the shadow does not cover" in call.failure for graph in report.graphs for call in graph.shadow)
+    assert "the shadow does not cover" in str(report).replace("\n", " ")
