@@ -211,6 +211,10 @@ class Report:
         console.print(_memory_table(self))
         if any(graph.shadow for graph in self.graphs):
             console.print(_shadow_table(self))
+        for index, graph in enumerate(self.graphs):
+            for failure in dict.fromkeys(call.failure for call in graph.shadow if call.failure):
+                line = f"shadow of graph {index} failed: {failure}"
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
         for reason in self.graph_breaks:
             console.print(f"graph break: {reason}", markup=False, highlight=False, soft_wrap=True)
 
@@ -282,9 +286,6 @@ def _shadow_table(report: Report) -> Table:
         cells = [(str(_worst(drifts) or "unknown"), f"{_count(drifts)} of {len(calls)}") for drifts in columns]
         if calls:
             table.add_row(str(index), *cells[0], *cells[1])
-        for call in calls:
-            if call.failure:
-                table.add_row("", f"failed: {call.failure}", "", "", "")
     return table
 
 

@@ -134,10 +134,10 @@ def test_static_caches_equal_eager(family, tokens, inner):
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_buffers_of_a_module_become_pages(inner):
     """The caller's own tensors on the device become handles, and their storage is given up."""
+    ids = prompt(2, 10).cuda()
+    model, plain = (static_model(setitem).cuda() for _ in range(2))
+    gemkv_compile.compile(model, kv_format="model", inner=inner, strict=True)
     with torch.device("cuda"):
-        model, plain = static_model(setitem), static_model(setitem)
-        expected = static_greedy(plain, prompt(2, 10).cuda(), 20)
-        gemkv_compile.compile(model, kv_format="model", inner=inner, strict=True)
-        assert torch.equal(static_greedy(model, prompt(2, 10).cuda(), 20), expected)
+        assert torch.equal(static_greedy(model, ids, 20), static_greedy(plain, ids, 20))
     assert isinstance(model.layers[0].k_cache, PagedKVTensor)
     torch.testing.assert_close(model.layers[0].k_cache + 0, plain.layers[0].k_cache, rtol=1e-3, atol=1e-4)

@@ -260,6 +260,8 @@ def position_of(index: Any, write: Node) -> Position | None:
     if op_of(index) == "add" and not index.kwargs:
         pairs: tuple[Any, Any] = (index.args, index.args[::-1])
         for steps, counter in pairs:
+            while op_of(counter) == "to":  # on its way to the keys' device
+                counter = counter.args[0]
             is_counter = isinstance(counter, Node) and counter.op == "placeholder" and rank_of(counter) == 0
             if is_counter and _from_zero(steps):
                 return Position(scalar=counter, read_at=index)
