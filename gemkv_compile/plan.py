@@ -35,6 +35,7 @@ class BufferPlan:
             dimensions, or one with the place of each new row).
         only_new: Attention sees the new rows alone, so that they must come first.
         rolls: All places hold rows; the first one leaves, and the new one becomes the last.
+        in_place: A past is written itself: handles that are it grow. Else it stays, and the call returns new handles.
         masks: The masks over its places, computed from the call's arguments; None for one that is not known from them.
     """
 
@@ -44,6 +45,7 @@ class BufferPlan:
     vector: int | None
     only_new: bool
     rolls: bool
+    in_place: bool
     masks: tuple[Callable[..., Any] | None, ...]
 
 

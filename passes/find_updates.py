@@ -125,7 +125,8 @@ def _buffer(keys: Rows, values: Rows, readers: tuple[Attention, ...]) -> Buffer:
     assert shape is not None
     only_new = any(not reader.over_places for reader in readers)
     nodes = (*keys.write.nodes, *values.write.nodes)
-    return Buffer(shape[keys.seq_dim], keys.write.position, nodes, only_new, keys.write.rolls)
+    in_place = not keys.write.gives_new
+    return Buffer(shape[keys.seq_dim], keys.write.position, nodes, only_new, keys.write.rolls, in_place)
 
 
 def _outputs(rows: Rows, role: int, returned: list[Any]) -> Iterable[CacheOutput]:
@@ -155,7 +156,7 @@ def _check(graph: Graph, cache: Cache, writes: Mapping[Node, set[Node]], effects
         return Refusal("cache_shapes_differ", "keys and values have different head counts or head sizes.", node)
     if (moved := update_write.check(cache)) is not None:
         return moved
-    in_place = cache.buffer is not None and cache.past_keys is not None
+    in_place = cache.buffer is not None and cache.buffer.in_place and cache.past_keys is not None
     if not in_place and {output.role for output in cache.outputs} != {KEYS, VALUES}:
         return Refusal("cache_not_returned", "the graph reads a past but does not return the cache that it made.", node)
     keeps = [output.keep for output in cache.outputs]

@@ -147,7 +147,7 @@ def _insert_operators(build: _Builder, rewrite: Rewrite, table: int) -> None:
         with graph.inserting_before(anchor):
             _append(graph, rewrite, keys, values, state)
         graph.erase_node(anchor)
-    if cache.buffer is not None and cache.past_keys is not None:
+    if cache.buffer is not None and cache.buffer.in_place and cache.past_keys is not None:
         erase_writes(graph, cache)
 
 

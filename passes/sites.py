@@ -74,6 +74,7 @@ class Buffer:
         writes: The nodes that write keys and values, and the views that they write through.
         only_new: Attention sees the first rows only, as many as there are new ones: right at position 0 alone.
         rolls: All places hold rows; the first one leaves, the others move up, and the new row becomes the last.
+        in_place: The past itself is written; else a new tensor is, which the graph returns.
     """
 
     places: Any
@@ -81,6 +82,7 @@ class Buffer:
     writes: tuple[Node, ...]
     only_new: bool = False
     rolls: bool = False
+    in_place: bool = True
 
     def writes_through(self, user: Node) -> bool:
         """Whether a user of the memory is one of the writes, or serves nothing else."""

@@ -30,6 +30,7 @@ def buffer_plan(
         vector=None if position.vector is None else index(position.vector),
         only_new=cache.buffer.only_new,
         rolls=cache.buffer.rolls,
+        in_place=cache.buffer.in_place,
         masks=tuple(masks.get(reader.mask) for reader in cache.readers if reader.over_places),
     )
 

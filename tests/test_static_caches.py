@@ -162,3 +162,40 @@ def test_the_shadow_says_that_it_does_not_cover_them():
     report = gemkv_compile.report_of(model)
     assert all("the shadow does not cover" in call.failure for graph in report.graphs for call in graph.shadow)
     assert "the shadow does not cover" in str(report)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("by_slice", [True, False])
+def test_a_new_tensor_with_the_rows_in_it(by_slice):
+    """slice_scatter and index_copy: the past stays what it was, and can be continued twice."""
+
+    def step(q, k, v, past, first):
+        size = k.shape[2]
+        if by_slice:
+            keys, values = (
+                torch.slice_scatter(old, new, 2, first, first + size) for old, new in zip(past, (k, v), strict=True)
+            )
+        else:
+            at = torch.arange(size) + first
+            keys, values = (torch.index_copy(old, 2, at, new) for old, new in zip(past, (k, v), strict=True))
+        shown = torch.arange(keys.shape[2])[None] <= torch.arange(size)[:, None] + first
+        out = torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=shown, enable_gqa=True)
+        return out, (keys, values)
+
+    function = gemkv_compile.compile(step, kv_format="model", strict=True)
+    place = int if by_slice else torch.tensor
+    past = theirs = tuple(torch.zeros(2, 2, 32, 16) for _ in range(2))
+    kept = []
+    for first, size in ((0, 5), (5, 1), (6, 1), (5, 1)):  # the last one continues an older past
+        q, k, v = torch.randn(2, 4, size, 16), torch.randn(2, 2, size, 16), torch.randn(2, 2, size, 16)
+        if len(kept) == 3:
+            past, theirs = kept[0]
+        out, past = function(q, k, v, past, place(first))
+        expected, theirs = step(q, k, v, theirs, place(first))
+        torch.testing.assert_close(out, expected)
+        assert all(isinstance(part, PagedKVTensor) and part.shape[2] == 32 for part in past)
+        for ours, dense in zip(past, theirs, strict=True):
+            torch.testing.assert_close(ours + 0, dense)
+        kept.append((past, theirs))
+    for ours, dense in kept:
+        torch.testing.assert_close(ours[0] + 0, dense[0])

@@ -147,7 +147,8 @@ def _continue(
 
 def _written_pasts(plan: TablePlan, args: Sequence[Any]) -> list[PagedKVTensor]:
     """The handles that the call's rows are written into."""
-    pasts = [_at(args, index) for index in (plan.past_keys, plan.past_values)] if plan.buffer is not None else []
+    in_place = plan.buffer is not None and plan.buffer.in_place
+    pasts = [_at(args, index) for index in (plan.past_keys, plan.past_values)] if in_place else []
     return [past for past in pasts if isinstance(past, PagedKVTensor)]
 
 

@@ -97,13 +97,17 @@ def _as_handles(
         return None
     if any(are_handles) != all(are_handles):
         return None
-    if not any(are_handles) and any(_shares_memory(part, args) for part in (keys, values)):
+    if plan.buffer.in_place and not any(are_handles) and any(_shares_memory(part, args) for part in (keys, values)):
         return None
     dense = [part.materialise() if isinstance(part, PagedKVTensor) else part for part in (keys, values)]
     lengths = {part.length - part.start for part in (keys, values) if isinstance(part, PagedKVTensor)}
     rows = places if plan.buffer.rolls else lengths.pop() if len(lengths) == 1 else used_rows(dense, plan.seq_dim)
     # Views of a tensor that stay alive would keep it from being swapped.
     table = import_dense(pool, *_first(dense, rows, plan.seq_dim), seq_dim=plan.seq_dim)
+    if not plan.buffer.in_place:
+        return make_handle(table, KEYS, 0, rows, plan.seq_dim, places), make_handle(
+            table, VALUES, 0, rows, plan.seq_dim, places
+        )
     if all(are_handles):  # of another pool, or of two tables: each stands for its rows in one new table
         for role, part in enumerate((keys, values)):
             part.role = role
@@ -144,7 +148,12 @@ def _swapped(
 
 def give_up_storage(plans: Sequence[TablePlan], args: Sequence[Any]) -> None:
     """Prepare plain tensors of static caches to become handles."""
-    indices = [i for plan in plans if plan.buffer is not None for i in (plan.past_keys, plan.past_values)]
+    indices = [
+        i
+        for plan in plans
+        if plan.buffer is not None and plan.buffer.in_place
+        for i in (plan.past_keys, plan.past_values)
+    ]
     plain = [args[i] for i in indices if i is not None and not isinstance(args[i], PagedKVTensor)]
     if plain:
         forget_tensors(plain)

@@ -1,8 +1,8 @@
 """Rule: rows are written in place into a buffer of a fixed number of places, at a position.
 
 Reads Transformers' StaticLayer (index_copy_ at arange(q) + a counter), gpt-fast's `cache[:, :, input_pos] = rows`,
-slices and narrow with copy_, into an input of the graph (a cache's tensor, a registered buffer) or into zeros that the
-graph makes and returns. The places must be consecutive; a position that only the call knows is checked there.
+slices and narrow with copy_, slice_scatter, into an input of the graph (a cache's tensor, a registered buffer) or into
+zeros that the graph makes and returns. The places are consecutive; a position that only the call knows is checked there.
 StaticSlidingWindowLayer moves all rows up by one (roll), assigns the last and copies all back, or copies the last rows
 of a long prompt into its zeros.
 """
@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 
 from gemkv_compile.compat import expr_of
 from gemkv_compile.passes.effects import writes_of
-from gemkv_compile.passes.lens import op_of, rank_of, shape_of, value_of
+from gemkv_compile.passes.lens import argument, op_of, rank_of, shape_of, value_of
 from gemkv_compile.passes.masks.names import operation_name
 from gemkv_compile.passes.rules.update_cat import Rows, last_rows, swaps_heads_and_rows
 from gemkv_compile.passes.sites import Attention, Cache, Position, Refusal
@@ -42,10 +42,13 @@ class Write:
     position: Position
     rolls: bool = False
     fills: bool = False  # with the last of the new rows; attention reads these themselves
+    gives_new: bool = False  # the node is a new tensor with the rows in it, and the buffer stays as it is
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """The nodes that go with the write."""
+        """The nodes that write, and the views that they write through."""
+        if self.gives_new:
+            return ()
         return (self.node,) if self.view is None else (self.node, self.view)
 
 
@@ -54,7 +57,8 @@ def match(attention: Attention, writes: Mapping[Node, Write]) -> tuple[Rows, Row
     keys, values = (_read(source, writes) for source in (attention.keys, attention.values))
     if keys is None or values is None:
         return None
-    alike = keys.seq_dim == values.seq_dim and (keys.past is None) == (values.past is None)
+    alike = keys.seq_dim == values.seq_dim and keys.write.gives_new == values.write.gives_new
+    alike = alike and (keys.past is None) == (values.past is None)
     if (
         not alike
         or not _same(keys.first, values.first)
@@ -90,7 +94,7 @@ def _read(source: Node, writes: Mapping[Node, Write]) -> Rows | None:
         if node is not write.new or first is not None:
             return None
         first = shape_of(node)[seq_dim]  # type: ignore[index]
-    return Rows(write.buffer, past, write.new, seq_dim, None, first, write)
+    return Rows(write.node if write.gives_new else write.buffer, past, write.new, seq_dim, None, first, write)
 
 
 def check(cache: Cache) -> Refusal | None:
@@ -99,7 +103,7 @@ def check(cache: Cache) -> Refusal | None:
         return None
     graph, counter = cache.all_keys.graph, cache.buffer.position.scalar
     order = {node: i for i, node in enumerate(graph.nodes)}
-    for buffer in (cache.all_keys, cache.all_values):
+    for buffer in (cache.all_keys, cache.all_values) if cache.buffer.in_place else ():
         own = [node for node in cache.buffer.writes if buffer in node.all_input_nodes]
         written = max(order[user] for node in own for user in (node, *node.users) if user in cache.buffer.writes)
         others = (user for user in buffer.users if user.op != "output" and not cache.buffer.writes_through(user))
@@ -120,7 +124,25 @@ def find_writes(graph: Graph) -> dict[Node, Write]:
     for node in graph.nodes:
         for buffer, write in _written(node):
             found.setdefault(buffer, []).append(write)
-    return {buffer: ws[0] for buffer, ws in found.items() if len(ws) == 1 and ws[0] is not None}
+    once = {buffer: ws[0] for buffer, ws in found.items() if len(ws) == 1 and ws[0] is not None}
+    return once | {node: write for node in graph.nodes if (write := _scattered(node)) is not None}
+
+
+def _scattered(node: Node) -> Write | None:
+    """slice_scatter and index_copy give a new tensor with the rows in it."""
+    name = _name(node)
+    if name not in ("slice_scatter", "index_copy") or not node.args or not _is_buffer(node.args[0]):
+        return None
+    buffer: Any = node.args[0]
+    if name == "index_copy":
+        dim, index, new = (argument(node, i, n) for i, n in ((1, "dim"), (2, "index"), (3, "source")))
+        position = position_of(index, node)
+    else:
+        new, dim = argument(node, 1, "src"), argument(node, 2, "dim", 0)
+        ends = (argument(node, i, n) for i, n in ((3, "start"), (4, "end"), (5, "step")))
+        position = _of_slice(slice(*ends), buffer, dim) if isinstance(dim, int) else None
+    write = _write(node, None, buffer, new, dim % 4 if isinstance(dim, int) else -1, position)
+    return None if write is None else replace(write, gives_new=True)
 
 
 def _written(node: Node) -> Iterator[tuple[Node, Write | None]]:
