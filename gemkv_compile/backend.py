@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gemkv_compile.compat import (
     graph_break_counts,
-    inline_create_block_mask,
     on_generate_of_optimized_module,
     recompile_reason,
 )
+from gemkv_compile.compat_flex import inline_create_block_mask
 from gemkv_compile.errors import GemkvError, RewriteFailed, StrictError, UncompiledGenerate
 from gemkv_compile.inner import InnerCompiler, choose_inner, shared_compiles
 from gemkv_compile.memory_formula import dense_bytes, paged_bytes

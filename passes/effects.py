@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch import fx
 
-from gemkv_compile import compat
+from gemkv_compile import compat, compat_flex
 from gemkv_compile.passes.lens import value_of
 from gemkv_compile.passes.masks.names import operation_name
 
@@ -44,8 +44,8 @@ def private_memory(node: fx.Node) -> set[fx.Node] | None:
 
     What opens and closes a vmap does so for the tensors that go in and come out.
     """
-    if compat.is_vmap(node, compat.VMAP_BRACKETS):
-        return {other for other in node.graph.nodes if compat.is_vmap(other, compat.VMAP_TENSORS)}
+    if compat_flex.is_vmap(node, compat_flex.VMAP_BRACKETS):
+        return {other for other in node.graph.nodes if compat_flex.is_vmap(other, compat_flex.VMAP_TENSORS)}
     written = written_by(node)
     if not written or any(position is None for position, _ in _written_arguments(node.op, node.target)):
         return None

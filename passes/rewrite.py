@@ -15,7 +15,8 @@ from gemkv_compile.kernels.layout import FIRST_MAX_PAGES
 from gemkv_compile.kernels.results import empty_results
 from gemkv_compile.passes.decide import Read, Rewrite, new_rows
 from gemkv_compile.passes.effects import writes_of
-from gemkv_compile.passes.lens import op_of, value_of
+from gemkv_compile.passes.graph_edits import call, replace_attention
+from gemkv_compile.passes.lens import value_of
 from gemkv_compile.passes.liveness import remove_dead
 from gemkv_compile.passes.sites import Cache
 from gemkv_compile.passes.static_buffers import buffer_plan, by_tokens, erase_writes, mask_functions
@@ -140,7 +141,7 @@ def _insert_operators(build: _Builder, rewrite: Rewrite, table: int) -> None:
     for read in readers:
         with graph.inserting_before(read.attention.node):
             result = _attend(build, rewrite, read, table, keys, values, state)
-        build.replaced[read.attention.node] = _replace_attention(graph, read.attention.node, result)
+        build.replaced[read.attention.node] = replace_attention(graph, read.attention.node, result)
     if not rewrite.is_decode:
         with graph.inserting_after(last):
             anchor = graph.call_function(_anchor)
@@ -157,7 +158,7 @@ def _anchor() -> None:
 
 def _append(graph: Graph, rewrite: Rewrite, keys: Node, values: Node, state: dict[StateField, Node]) -> None:
     if rewrite.requires_grad:
-        keys, values = (_call(graph, "detach", (node,), value_of(node).detach()) for node in (keys, values))
+        keys, values = (call(graph, "detach", (node,), value_of(node).detach()) for node in (keys, values))
     arguments = (keys, values, state["page_table"], state["seq_lens"], state["tail"], *_format(rewrite))
     graph.call_function(torch.ops.gemkv.append_kv.default, arguments)
 
@@ -197,30 +198,9 @@ def _format(rewrite: Rewrite) -> tuple[int, str, str]:
     return rewrite.layout.page_size, rewrite.layout.kv_format, pass_version()
 
 
-def _replace_attention(graph: Graph, old: Node, new: Node) -> Node:
-    """Let `new` stand for `old`; users that may depend on how memory is laid out get the layout that eager gives.
-
-    Returns:
-        What the users of `old` have now.
-    """
-    before, after = value_of(old), value_of(new)
-    if not all(map(_ignores_layout, old.users)) and before.is_contiguous() and not after.is_contiguous():
-        with graph.inserting_after(new):
-            new = _call(graph, "contiguous", (new,), before)
-    old.replace_all_uses_with(new)
-    return new
-
-
-def _ignores_layout(user: Node) -> bool:
-    """Whether a user's result, and its own layout, are the same for any layout of its input."""
-    if op_of(user) in ("transpose", "permute"):
-        return all(map(_ignores_layout, user.users))
-    return user.target in ("reshape", "contiguous", torch.reshape)
-
-
 def _rows_first(graph: Graph, node: Node, cache: Cache) -> Node:
     """New rows as [batch, num_kv_heads, q_len, head_dim]."""
-    return node if cache.seq_dim == 2 else _call(graph, "transpose", (node, 1, 2), value_of(node).transpose(1, 2))
+    return node if cache.seq_dim == 2 else call(graph, "transpose", (node, 1, 2), value_of(node).transpose(1, 2))
 
 
 def _whole_mask(build: _Builder, read: Read) -> Node | None:
@@ -230,19 +210,13 @@ def _whole_mask(build: _Builder, read: Read) -> Node | None:
         return None
     graph = build.graph
     while value_of(mask).ndim < 4:
-        mask = _call(graph, "unsqueeze", (mask, 0), value_of(mask).unsqueeze(0))
+        mask = call(graph, "unsqueeze", (mask, 0), value_of(mask).unsqueeze(0))
     wanted = value_of(read.attention.query).shape[2], value_of(read.attention.keys).shape[2]
     value = value_of(mask)
     if all(same_size(a, b) for a, b in zip(value.shape[2:], wanted, strict=True)):
         return mask
     sizes = [-1, -1, *(build.symbols.emit(graph, size) for size in wanted)]
-    return _call(graph, "expand", (mask, *sizes), value.expand(-1, -1, *wanted))
-
-
-def _call(graph: Graph, method: str, arguments: tuple[Any, ...], example: Any) -> Node:
-    node = graph.call_method(method, arguments)
-    node.meta["example_value"] = example
-    return node
+    return call(graph, "expand", (mask, *sizes), value.expand(-1, -1, *wanted))
 
 
 def _table_plan(build: _Builder, rewrite: Rewrite, pool_bytes: int | None) -> TablePlan:

@@ -10,7 +10,7 @@ from golden import check_golden
 from tiny_models import build, greedy, prompt
 from torch.nn.attention import flex_attention as flex_module
 
-from gemkv_compile import Options, PagedKVTensor, compat
+from gemkv_compile import Options, PagedKVTensor, compat_flex
 from gemkv_compile.backend import Backend
 from gemkv_compile.passes.version import pass_version
 from gemkv_compile.report import REASONS
@@ -236,4 +236,4 @@ def test_create_block_mask_outside_a_trace_is_as_it_was(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function: asked.append(function) or function)
     flex_module.create_block_mask(lambda b, h, i, j: i >= j, None, None, 8, 8, device="cpu", _compile=True)
     assert asked == [flex_module.create_block_mask]
-    assert not compat.inline_create_block_mask()
+    assert not compat_flex.inline_create_block_mask()

@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_map_only
 
-from gemkv_compile.compat import is_tracing_aten, trace_flex_attention_with
+from gemkv_compile.compat import is_tracing_aten
+from gemkv_compile.compat_flex import trace_flex_attention_with
 from gemkv_compile.errors import GemkvError, ReleasedHandle
 from gemkv_compile.runtime.page_table import PageTable
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from gemkv_compile import compat
+from gemkv_compile import compat, compat_flex
 from gemkv_compile.passes.effects import subgraph, written_by
 from gemkv_compile.passes.lens import rank_of, shape_of, value_of
 from gemkv_compile.passes.liveness import live_nodes
@@ -130,6 +130,6 @@ def _scale(node: Node) -> float | None:
 def _show_the_caller(node: Node) -> None:
     """Let reports name the line that calls FlexAttention, not the one in PyTorch's own file."""
     for shown in (node, *node.users):
-        head, _, _ = (shown.stack_trace or "").partition(f'  File "{compat.flex_attention_file()}"')
+        head, _, _ = (shown.stack_trace or "").partition(f'  File "{compat_flex.flex_attention_file()}"')
         if head.strip():
             shown.meta["stack_trace"] = head

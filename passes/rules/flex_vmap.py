@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gemkv_compile import compat
+from gemkv_compile import compat_flex
 from gemkv_compile.passes.lens import value_of
 from gemkv_compile.passes.masks.names import operation_name
 from gemkv_compile.passes.rules.flex_body import Body
@@ -20,7 +20,11 @@ def is_mapped_body(mask: Node, body: Body) -> bool:
     """mask[b, h, q, kv] == body(b, h, q, kv), node by node."""
     inner: Any = mask
     for level in reversed(LEVELS):
-        if not isinstance(inner, Node) or not compat.is_vmap(inner, compat.VMAP_TENSORS) or len(inner.args) != 4:
+        if (
+            not isinstance(inner, Node)
+            or not compat_flex.is_vmap(inner, compat_flex.VMAP_TENSORS)
+            or len(inner.args) != 4
+        ):
             return False
         if "_remove" not in inner.target.__name__ or (inner.args[1], inner.args[3]) != (level, 0):  # type: ignore[union-attr]
             return False
@@ -57,7 +61,7 @@ class _Comparison:
     def _same_index(self, ours: Node, theirs: Node) -> bool:
         """vmap's slice of arange(0, size) along the axis of this index"""
         axis = self._body.axes.index(theirs)
-        if not compat.is_vmap(ours, compat.VMAP_TENSORS) or "_add" not in ours.target.__name__:  # type: ignore[union-attr]
+        if not compat_flex.is_vmap(ours, compat_flex.VMAP_TENSORS) or "_add" not in ours.target.__name__:  # type: ignore[union-attr]
             return False
         numbers: Any = ours.args[0]
         if (

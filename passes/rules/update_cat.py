@@ -118,6 +118,7 @@ def _is_empty_constant(node: Any) -> bool:
 
 
 def swaps_heads_and_rows(node: Any) -> bool:
+    """Whether a node is its argument with dimensions 1 and 2 exchanged."""
     if op_of(node) == "transpose":
         return {argument(node, 1, "dim0") % 4, argument(node, 2, "dim1") % 4} == {1, 2}
     if op_of(node) == "permute":

@@ -2,7 +2,7 @@
 
 Reads Transformers' StaticLayer (index_copy_ at arange(q) + a counter), gpt-fast's `cache[:, :, input_pos] = rows`,
 slices and narrow with copy_, slice_scatter, into an input of the graph (a cache's tensor, a registered buffer) or into
-zeros that the graph makes and returns. The places are consecutive; a position that only the call knows is checked there.
+zeros that the graph makes and returns. Places are consecutive; a position that only the call knows is checked there.
 StaticSlidingWindowLayer moves all rows up by one (roll), assigns the last and copies all back, or copies the last rows
 of a long prompt into its zeros.
 """

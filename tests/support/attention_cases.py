@@ -349,7 +349,15 @@ def baddbmm_with_a_bias(q, k, v, past, bias):
     return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).unflatten(0, (2, 4)), (k, v)
 
 
+def written_into_places(q, k, v, past):
+    """Three rows at places 2 to 4 of five, in new tensors."""
+    keys, values = (torch.slice_scatter(old, new, 2, 2, 5) for old, new in zip(past, (k, v), strict=True))
+    shown = torch.arange(5)[None] <= torch.arange(3)[:, None] + 2
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=shown, enable_gqa=True), (keys, values)
+
+
 DENSE = {
+    "mask_over_places": (written_into_places, None),
     "mask_outside_graph": (mask_is_an_input, torch.rand(2, 1, 3, 8) > 0.3),
     "mask_outside_graph (bias)": (biased, torch.randn(4, 3, 8)),
     "mask_outside_graph (bias of baddbmm)": (baddbmm_with_a_bias, torch.randn(8, 3, 8)),
