@@ -20,6 +20,7 @@ from gemkv_compile.plan import BufferPlan
 def buffer_plan(
     cache: Cache, placeholders: list[Node], symbols: SymbolTable, masks: Mapping[Node | None, GraphModule]
 ) -> BufferPlan | None:
+    """How the call finds where a static cache's rows go; None for a cache without fixed places."""
     if cache.buffer is None:
         return None
     position, index = cache.buffer.position, placeholders.index

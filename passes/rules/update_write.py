@@ -22,6 +22,14 @@ from gemkv_compile.compat import expr_of
 from gemkv_compile.passes.effects import writes_of
 from gemkv_compile.passes.lens import argument, op_of, rank_of, shape_of, value_of
 from gemkv_compile.passes.masks.names import operation_name
+from gemkv_compile.passes.rules.positions import (
+    first_rows,
+    one_index,
+    position_of,
+    position_of_slice,
+    same_if_any,
+    same_position,
+)
 from gemkv_compile.passes.rules.update_cat import Rows, last_rows, swaps_heads_and_rows
 from gemkv_compile.passes.sites import Attention, Cache, Position, Refusal
 from gemkv_compile.passes.symbols import is_known, same_size, static_int
@@ -61,8 +69,8 @@ def match(attention: Attention, writes: Mapping[Node, Write]) -> tuple[Rows, Row
     alike = alike and (keys.past is None) == (values.past is None)
     if (
         not alike
-        or not _same(keys.first, values.first)
-        or not _same_position(keys.write.position, values.write.position)
+        or not same_if_any(keys.first, values.first)
+        or not same_position(keys.write.position, values.write.position)
     ):
         return Refusal("cache_shapes_differ", "keys and values are not cached in the same way.", attention.node)
     if keys.first is not None and not same_size(keys.first, shape_of(keys.new)[keys.seq_dim]):  # type: ignore[index]
@@ -140,7 +148,7 @@ def _scattered(node: Node) -> Write | None:
     else:
         new, dim = argument(node, 1, "src"), argument(node, 2, "dim", 0)
         ends = (argument(node, i, n) for i, n in ((3, "start"), (4, "end"), (5, "step")))
-        position = _of_slice(slice(*ends), buffer, dim) if isinstance(dim, int) else None
+        position = position_of_slice(slice(*ends), buffer, dim) if isinstance(dim, int) else None
     write = _write(node, None, buffer, new, dim % 4 if isinstance(dim, int) else -1, position)
     return None if write is None else replace(write, gives_new=True)
 
@@ -171,12 +179,12 @@ def _indexed(node: Node, buffer: Any, dim: Any, index: Any, new: Any) -> Iterato
 def _assigned(node: Node, buffer: Any, key: Any, new: Any) -> Iterator[tuple[Node, Write | None]]:
     if not _is_buffer(buffer):
         return
-    at = _one_index(key)
+    at = one_index(key)
     if at is None:
         yield buffer, None
         return
     dim, part = at
-    position = _of_slice(part, buffer, dim) if isinstance(part, slice) else position_of(part, node)
+    position = position_of_slice(part, buffer, dim) if isinstance(part, slice) else position_of(part, node)
     yield buffer, _write(node, None, buffer, new, dim, position)
 
 
@@ -188,8 +196,8 @@ def _copied(node: Node, view: Node, new: Any) -> Iterator[tuple[Node, Write | No
     if not _is_buffer(buffer) or len(view.users) != 1 or view.op == "placeholder":
         return
     dim, position = -1, None
-    if op_of(view) == "getitem" and (at := _one_index(view.args[1])) is not None and isinstance(at[1], slice):
-        dim, position = at[0], _of_slice(at[1], buffer, at[0])
+    if op_of(view) == "getitem" and (at := one_index(view.args[1])) is not None and isinstance(at[1], slice):
+        dim, position = at[0], position_of_slice(at[1], buffer, at[0])
     elif operation_name(view) == "narrow" and len(view.args) == 4 and isinstance(view.args[1], int):
         start = value_of(view.args[2])
         dim, position = view.args[1] % 4, Position(start=start) if isinstance(start, int | torch.SymInt) else None
@@ -219,7 +227,7 @@ def _new_last(rolled: Any, buffer: Node, dim: int) -> Node | None:
         return None
     for user in rolled.users:
         if user.target is operator.setitem and user.args[0] is rolled:
-            at = _one_index(user.args[1])
+            at = one_index(user.args[1])
             return user if at is not None and at[0] == dim and _is_last(at[1]) else None
     return None
 
@@ -251,66 +259,3 @@ def _is_buffer(node: Any) -> bool:
         return False
     made = node.op == "call_function" and (node.target in _CREATIONS or operation_name(node) in ("zeros", "zeros_like"))
     return node.op == "placeholder" or made
-
-
-def _one_index(key: Any) -> tuple[int, Any] | None:
-    """The dimension and the index of a key that takes everything of the other dimensions."""
-    parts = list(key) if isinstance(key, tuple | list) else [key]
-    if any(part is None for part in parts) or len(parts) > 4:
-        return None
-    if any(part is Ellipsis for part in parts):
-        at = next(i for i, part in enumerate(parts) if part is Ellipsis)
-        parts[at : at + 1] = [slice(None)] * (5 - len(parts))
-    chosen = [(i, part) for i, part in enumerate(parts) if part != slice(None)]
-    return chosen[0] if len(chosen) == 1 else None
-
-
-def _of_slice(part: slice, buffer: Node, dim: int) -> Position | None:
-    start, stop = (value_of(end) for end in (part.start or 0, part.stop))
-    if part.step not in (None, 1) or not isinstance(start, int | torch.SymInt):
-        return None
-    stop = shape_of(buffer)[dim] if stop is None else stop  # type: ignore[index]
-    return Position(start=start, rows=expr_of(stop) - expr_of(start)) if isinstance(stop, int | torch.SymInt) else None
-
-
-def position_of(index: Any, write: Node) -> Position | None:
-    """Where an index tensor points: a counter and arange(q), or an input whose numbers the call checks."""
-    if not isinstance(index, Node) or rank_of(index) != 1 or value_of(index).dtype not in (torch.int32, torch.int64):
-        return None
-    if index.op == "placeholder":
-        return Position(vector=index)
-    if op_of(index) == "add" and not index.kwargs:
-        pairs: tuple[Any, Any] = (index.args, index.args[::-1])
-        for steps, counter in pairs:
-            while op_of(counter) == "to":  # on its way to the keys' device
-                counter = counter.args[0]
-            is_counter = isinstance(counter, Node) and counter.op == "placeholder" and rank_of(counter) == 0
-            if is_counter and _from_zero(steps):
-                return Position(scalar=counter, read_at=index)
-    return Position(start=0) if _from_zero(index) else None
-
-
-def _from_zero(node: Any) -> bool:
-    """Whether a node is arange(n)."""
-    if not isinstance(node, Node) or operation_name(node) != "arange":
-        return False
-    return bool(len(node.args) == 1 or (len(node.args) == 2 and node.args[0] == 0))
-
-
-def first_rows(node: Node, seq_dim: int) -> Any:
-    """N, if the node is its argument's first N rows, x[:, :, :N, :]; else None. N may be a SymInt."""
-    at = _one_index(node.args[1]) if op_of(node) == "getitem" and rank_of(node) == 4 else None
-    if at is None or at[0] != seq_dim or not isinstance(at[1], slice) or at[1].step not in (None, 1):
-        return None
-    stop = value_of(at[1].stop)
-    whole = at[1].start in (None, 0) and isinstance(stop, int | torch.SymInt)
-    return stop if whole else None
-
-
-def _same(left: Any, right: Any) -> bool:
-    return left is right or (left is not None and right is not None and same_size(left, right))
-
-
-def _same_position(left: Position, right: Position) -> bool:
-    same_inputs = left.scalar is right.scalar and left.vector is right.vector
-    return same_inputs and _same(left.start, right.start)
