@@ -47,7 +47,7 @@ BENCHMARKS ?= kv_memory passes_time int8_forms decode_kernel prefill_kernel end_
 
 # Every family, attention and cache (half an hour); FAMILIES="llama gemma3" runs these again. Scripts import each other.
 matrix: $(STAMP)
-	cd examples/benchmarks && PYTHONSAFEPATH= ../../$(BIN)/python matrix.py $(FAMILIES)
+	cd examples/benchmarks && PYTHONSAFEPATH= ../../$(BIN)/python matrix.py $(ARGS)
 	cd examples/benchmarks && ../../$(BIN)/python tables.py
 
 $(STAMP): pyproject.toml constraints.txt

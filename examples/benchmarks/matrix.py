@@ -1,14 +1,19 @@
-"""Every family x attention implementation x kind of cache, compiled beside eager: `python matrix.py [family ...]`.
+"""Every family x attention implementation x kind of cache, compiled beside eager.
 
-With families named, only their cells are run and the others' stay as they are in results/matrix.json.
+    python matrix.py [--families gemma3,llama] [--caches static]
+
+With families or caches named, only their cells are run and the others' stay as they are in results/matrix.json.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
 import sys
 import time
 import warnings
+from typing import Any
 
 from harness import RESULTS, about, save
 
@@ -20,20 +25,24 @@ def main() -> None:
     from matrix_cells import ALL_FAMILIES, ATTENTIONS, CACHES, run_cell
 
     warnings.filterwarnings("ignore")
-    wanted = sys.argv[1:] or ALL_FAMILIES
-    path = RESULTS / "matrix.json"
-    rows = json.loads(path.read_text())["rows"] if path.exists() and sys.argv[1:] else []
-    commit = about()["commit"]
-    for family in wanted:
-        rows = [row for row in rows if row["family"] != family]
-        for attention in ATTENTIONS:
-            for cache in CACHES:
-                begin = time.perf_counter()
-                row = run_cell(family, attention, cache) | {"commit": commit}
-                rows.append(row)
-                seconds = time.perf_counter() - begin
-                print(family, attention, cache, row["status"], row.get("reasons", ""), f"{seconds:.0f} s", flush=True)
-        save("matrix", sorted(rows, key=lambda row: ALL_FAMILIES.index(row["family"])))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--families", type=lambda text: text.split(","), default=ALL_FAMILIES)
+    parser.add_argument("--caches", type=lambda text: text.split(","), default=CACHES)
+    arguments = parser.parse_args()
+    path, commit = RESULTS / "matrix.json", about()["commit"]
+    rows = {_cell(row): row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
+    for family in arguments.families:
+        for cell in itertools.product([family], ATTENTIONS, arguments.caches):
+            begin = time.perf_counter()
+            row = rows[cell] = run_cell(*cell) | {"commit": commit}
+            seconds = time.perf_counter() - begin
+            print(*cell, row["status"], row.get("reasons", ""), f"{seconds:.0f} s", flush=True)
+        order = list(itertools.product(ALL_FAMILIES, ATTENTIONS, CACHES))
+        save("matrix", [rows[cell] for cell in sorted(rows, key=order.index)])
+
+
+def _cell(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["family"], row["attention"], row["cache"]
 
 
 if __name__ == "__main__":
