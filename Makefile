@@ -45,7 +45,7 @@ bench: $(STAMP)
 	cd examples/benchmarks && ../../$(BIN)/python tables.py && PYTHONPATH=. ../../$(BIN)/python plots.py
 BENCHMARKS ?= kv_memory passes_time int8_forms decode_kernel prefill_kernel end_to_end
 
-# Every family, attention and cache (half an hour); FAMILIES="llama gemma3" runs these again. Scripts import each other.
+# Every family, attention and cache (half an hour); ARGS="--families llama,gemma3" runs these again. Scripts import each other.
 matrix: $(STAMP)
 	cd examples/benchmarks && PYTHONSAFEPATH= ../../$(BIN)/python matrix.py $(ARGS)
 	cd examples/benchmarks && ../../$(BIN)/python tables.py

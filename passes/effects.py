@@ -115,7 +115,8 @@ def memory_of(tensors: Iterable[fx.Node]) -> set[fx.Node]:
             continue
         found.add(node)
         name = operation_name(node) if node.op in ("call_method", "call_function") else ""
-        if name is None or name in _VIEWS:  # an unnamed operation may be in place, and return its input
+        # An unnamed operation may be in place, and return its input.
+        if (name is None and not _only_calls_pure_bodies(node)) or name in _VIEWS:
             pending.extend(node.all_input_nodes)
     return found
 

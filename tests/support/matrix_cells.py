@@ -45,7 +45,7 @@ def run_cell(family, attention, cache, tokens=10, steps=24):
     Returns:
         A row. `status` is "rewritten" if every attention with a cache, of every graph, is rewritten and the tokens are
         eager's; "copied" if also the graph is broken and cached rows are copied between its parts; "kept"; "differs"
-        (other tokens); "failed"; or "not offered" if eager itself raises. With counts of `sites`, `dense` masks and
+        (other tokens); "as dynamic" (eager differs from itself with a dynamic cache, which ours equals); "failed"; or "not offered" if eager itself raises. With counts of `sites`, `dense` masks and
         `copies` of a handle's rows, `reasons` ({code: count}) and `why`.
     """
     row = {"family": family, "attention": attention, "cache": cache}
@@ -63,7 +63,13 @@ def run_cell(family, attention, cache, tokens=10, steps=24):
             found = _tokens(model, ids, cache, steps)
     except Exception as error:
         return row | {"status": "failed", "why": _first_line(error)}
-    return row | _verdict(gemkv_compile.report_of(model), _layers(model), torch.equal(found, expected), len(copies))
+    row |= _verdict(gemkv_compile.report_of(model), _layers(model), torch.equal(found, expected), len(copies))
+    if row["status"] == "differs" and cache != "dynamic":
+        with _plainly():
+            dynamic = _tokens(_model(family, attention, "dynamic"), ids, "dynamic", steps)
+        if torch.equal(found, dynamic):
+            row |= {"status": "as dynamic", "why": "eager's own tokens are not those of its dynamic cache; ours are"}
+    return row
 
 
 def _verdict(report, layers, is_equal, copies):
