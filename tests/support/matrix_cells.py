@@ -45,8 +45,9 @@ def run_cell(family, attention, cache, tokens=10, steps=24):
     Returns:
         A row. `status` is "rewritten" if every attention with a cache, of every graph, is rewritten and the tokens are
         eager's; "copied" if also the graph is broken and cached rows are copied between its parts; "kept"; "differs"
-        (other tokens); "as dynamic" (eager differs from itself with a dynamic cache, which ours equals); "failed"; or "not offered" if eager itself raises. With counts of `sites`, `dense` masks and
-        `copies` of a handle's rows, `reasons` ({code: count}) and `why`.
+        (other tokens); "as dynamic" (eager differs from itself with a dynamic cache, which ours equals); "failed"; or
+        "not offered" if eager itself raises. With counts of `sites`, `dense` masks and `copies` of a handle's rows,
+        `reasons` ({code: count}) and `why`.
     """
     row = {"family": family, "attention": attention, "cache": cache}
     ids = prompt(2, tokens)
