@@ -19,7 +19,7 @@ from gemkv_compile.compat import (
     on_generate_of_optimized_module,
     recompile_reason,
 )
-from gemkv_compile.compat_flex import inline_create_block_mask
+from gemkv_compile.compat_flex import inline_create_block_mask, keep_attributes_after_subgraphs
 from gemkv_compile.errors import GemkvError, RewriteFailed, StrictError, UncompiledGenerate
 from gemkv_compile.inner import InnerCompiler, choose_inner, shared_compiles
 from gemkv_compile.memory_formula import dense_bytes, paged_bytes
@@ -253,4 +253,5 @@ def _is_ours(backend: Any) -> bool:
 
 # torch.compile imports this file when the backend is named, before anything is traced and anybody can call generate.
 inline_create_block_mask()
+keep_attributes_after_subgraphs()
 on_generate_of_optimized_module(_is_ours, lambda: warnings.warn(UncompiledGenerate(), stacklevel=4))

@@ -73,3 +73,30 @@ def trace_flex_attention_with(stand_in: Callable[[Any], Any]) -> None:
 
     operator.python_key_table[FakeTensorMode] = traced
     operator._dispatch_cache.clear()
+
+
+def keep_attributes_after_subgraphs() -> bool:
+    """Let Dynamo see what is set on an object of the trace after an operator with subgraphs, such as FlexAttention.
+
+    PyTorch 2.13 replaces its record of side effects after such an operator, and what stands for an object's `__dict__` goes
+    on reading the former one: an attribute of an object that the trace made is then missing, and the graph breaks.
+    This reads the record that is in force.
+
+    Returns:
+        Whether it did: not if this PyTorch has no such class.
+    """
+    from torch._dynamo.variables import dicts
+
+    proxy: Any = getattr(dicts, "SideEffectsProxyDict", None)
+    if proxy is None:
+        return False
+
+    def record(self: Any) -> Any:
+        output = self._gemkv_side_effects.output_graph_weakref()
+        return self._gemkv_side_effects if output is None else output.side_effects
+
+    def remember(self: Any, value: Any) -> None:
+        self._gemkv_side_effects = value
+
+    proxy.side_effects = property(record, remember)
+    return True

@@ -1,8 +1,8 @@
 """Every family x attention implementation x kind of cache, compiled beside eager.
 
-    python matrix.py [--families gemma3,llama] [--caches static]
+    python matrix.py [--families gemma3,llama] [--attentions sdpa] [--caches static]
 
-With families or caches named, only their cells are run and the others' stay as they are in results/matrix.json.
+With some of them named, only their cells are run and the others' stay as they are in results/matrix.json.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--families", type=lambda text: text.split(","), default=ALL_FAMILIES)
+    parser.add_argument("--attentions", type=lambda text: text.split(","), default=ATTENTIONS)
     parser.add_argument("--caches", type=lambda text: text.split(","), default=CACHES)
     arguments = parser.parse_args()
     path, commit = RESULTS / "matrix.json", about()["commit"]
     rows = {_cell(row): row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
     for family in arguments.families:
-        for cell in itertools.product([family], ATTENTIONS, arguments.caches):
+        for cell in itertools.product([family], arguments.attentions, arguments.caches):
             begin = time.perf_counter()
             row = rows[cell] = run_cell(*cell) | {"commit": commit}
             seconds = time.perf_counter() - begin
