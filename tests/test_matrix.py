@@ -10,7 +10,7 @@ import gemkv_compile
 from gemkv_compile import Options
 
 CELLS = [(family, "sdpa", "dynamic") for family in MORE_FAMILIES]
-CELLS += [("llama", "flex_attention", "dynamic"), ("gemma3", "sdpa", "tuple")]
+CELLS += [("llama", "flex_attention", "dynamic"), ("gemma3", "sdpa", "tuple"), ("llama", "flex_attention", "tuple")]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids="-".join)
