@@ -21,7 +21,7 @@ from gemkv_compile.compat import (
 )
 from gemkv_compile.compat_flex import inline_create_block_mask, keep_attributes_after_subgraphs
 from gemkv_compile.errors import GemkvError, RewriteFailed, StrictError, UncompiledGenerate
-from gemkv_compile.inner import InnerCompiler, choose_inner, shared_compiles
+from gemkv_compile.inner import InnerCompiler, InnerGraph, choose_inner, shared_compiles
 from gemkv_compile.memory_formula import dense_bytes, paged_bytes
 from gemkv_compile.options import Options
 from gemkv_compile.passes.boundaries import Boundaries, Break, boundaries_of
@@ -39,6 +39,7 @@ from gemkv_compile.report import CacheMemory, Drift, GraphReport, Report, Shadow
 from gemkv_compile.runtime.drift import Figures
 from gemkv_compile.runtime.executable import Executable
 from gemkv_compile.runtime.shadow import Shadowed
+from gemkv_compile.runtime.step_graphs import RECORDERS, StepGraphs
 
 log = logging.getLogger(__name__)
 RECOMPILE_LIMIT = 64
@@ -109,7 +110,7 @@ def compile_graph(
         report = GraphReport(found.sites, (), text, text, inner.name, False, seconds, recompiled=recompile_reason())
         return compiled, report
     with clock("inner compile"):
-        compiled, shared = shared_compiles.compile(inner, found.module, found.example_inputs)
+        compiled = shared_compiles.compile(inner, found.module, found.example_inputs)
     with clock("describe"):
         after = format_graph(found.module.graph)
     length = found.length
@@ -119,13 +120,14 @@ def compile_graph(
         found.before,
         after,
         inner.name,
-        shared,
+        compiled.is_shared,
         clock.seconds,
         recompiled=recompile_reason(),
         length_free=None if length is None else length.is_free,
         length_reason="" if length is None or length.is_free else f"{length.sentence} {length.source}".strip(),
     )
-    executable = Executable(compiled, gm, found.plan)
+    steps = _step_graphs(compiled, found, options, report)
+    executable = Executable(compiled.call, gm, found.plan, steps)
     if not options.shadow or not found.plan.tables:
         return executable, report
     if any(table.buffer is not None for table in found.plan.tables):
@@ -134,6 +136,18 @@ def compile_graph(
         )
         return executable, report
     return Shadowed(executable, gm, found.plan, options.shadow, _Recorder(report, found.plan)), report
+
+
+def _step_graphs(compiled: InnerGraph, found: _Rewritten, options: Options, report: GraphReport) -> StepGraphs | None:
+    """What runs the decode steps of a graph as CUDA graphs; None if there is nothing to run so, or they cannot be."""
+    if not options.cuda_graphs or found.plan is None or found.length is None:
+        return None
+    if any(table.device.type not in RECORDERS for table in found.plan.tables):
+        return None
+    if not found.length.is_free:
+        report.cuda_graphs.append("not captured: not the same at every length of its caches")
+        return None
+    return StepGraphs(compiled.call, found.plan, compiled.captures, report.cuda_graphs.append)
 
 
 class _Recorder:

@@ -19,6 +19,16 @@ def bytes_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
+_compare_addresses: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # in builds with CUDA
+
+
+def same_addresses(tensors: list[Any], addresses: list[int]) -> bool:
+    """Whether the tensors are at these addresses."""
+    if _compare_addresses is None:
+        return [tensor.data_ptr() for tensor in tensors] == addresses
+    return bool(_compare_addresses(tensors, addresses, list(range(len(addresses)))))
+
+
 def autocast_off() -> Any:
     """A context without autocast on any device; cheaper than `torch.autocast(..., enabled=False)`, which names one."""
     return torch._C._DisableAutocast()

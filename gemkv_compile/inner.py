@@ -6,7 +6,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from gemkv_compile.compat import compile_settings
 from gemkv_compile.errors import InvalidOption
 from gemkv_compile.passes.printing import describe, format_graph
 from gemkv_compile.passes.symbols import free_symbols
+from gemkv_compile.runtime.step_graphs import CaptureList
 
 Compiled = Callable[..., Any]
 MAX_SHARED = 64
@@ -66,23 +67,33 @@ def _inductor(mode: str | None) -> Callable[[GraphModule, Sequence[Any]], Compil
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx
 
-        patches = list_mode_options(mode) if mode is not None else None
+        # Inductor's own CUDA graphs know nothing of pages that change behind addresses; decode steps get ours instead.
+        patches = None if mode is None else list_mode_options(mode) | {"triton.cudagraphs": False}
         compiled: Any = compile_fx(module, list(example_inputs), config_patches=patches)
         return compiled
 
     return compile_with_inductor
 
 
+@dataclass
+class InnerGraph:
+    """A compiled graph, and what its decode steps were captured as."""
+
+    call: Compiled
+    captures: CaptureList
+    is_shared: bool = False  # whether an earlier graph's result serves
+
+
 class SharedCompiles:
     """Compiles each distinct graph once: graphs that differ in names only share the result."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[Any, Compiled] = OrderedDict()
+        self._known: OrderedDict[Any, InnerGraph] = OrderedDict()
         self._lock = threading.Lock()
         self.compiles = 0
 
-    def compile(self, inner: InnerCompiler, module: GraphModule, examples: Sequence[Any]) -> tuple[Compiled, bool]:
-        """The compiled graph, and whether an earlier graph's result serves it."""
+    def compile(self, inner: InnerCompiler, module: GraphModule, examples: Sequence[Any]) -> InnerGraph:
+        """The compiled graph."""
         # Two functions may have one name, so the key holds the functions themselves.
         targets = tuple(node.target for node in module.graph.nodes if node.op == "call_function")
         key = (inner.identity, compile_settings(), graph_key(module, examples), targets)
@@ -91,15 +102,15 @@ class SharedCompiles:
         with self._lock:
             if shareable and key in self._known:
                 self._known.move_to_end(key)
-                return self._known[key], True
-        compiled = inner.compile(module, examples)
+                return replace(self._known[key], is_shared=True)
+        compiled = InnerGraph(inner.compile(module, examples), CaptureList())
         with self._lock:
             self.compiles += 1
             if shareable:
                 self._known[key] = compiled
                 while len(self._known) > MAX_SHARED:
                     self._known.popitem(last=False)
-        return compiled, False
+        return compiled
 
     def clear(self) -> None:
         """Forget every compiled graph."""

@@ -132,6 +132,7 @@ class GraphReport:
         length_free: Whether nothing in a decode graph but its caches' state depends on their length (CUDA graphs need
             that); None for other graphs.
         length_reason: What depends on it, with the source line, or "".
+        cuda_graphs: What was captured as a CUDA graph, or why it was not; grows while the graph is called.
     """
 
     sites: tuple[Site, ...]
@@ -145,6 +146,7 @@ class GraphReport:
     recompiled: str = ""
     length_free: bool | None = None
     length_reason: str = ""
+    cuda_graphs: list[str] = field(default_factory=list)
 
     @property
     def kept(self) -> tuple[Site, ...]:
@@ -208,6 +210,8 @@ class Report:
                 console.print(f"  traced again: {graph.recompiled}", markup=False, highlight=False, soft_wrap=True)
             if graph.length_free is not None:
                 console.print(_length_line(graph), markup=False, highlight=False, soft_wrap=True)
+            for line in graph.cuda_graphs:
+                console.print(f"  CUDA graph: {line}", markup=False, highlight=False, soft_wrap=True)
         console.print(_memory_table(self))
         if any(graph.shadow for graph in self.graphs):
             console.print(_shadow_table(self))

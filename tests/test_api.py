@@ -163,7 +163,7 @@ MISTAKES = [
     ({"group_size": 40}, "group_size must be a multiple of 16, got 40"),
     ({"pool_bytes": -5}, "pool_bytes must be a positive int, got -5"),
     ({"strict": "yes"}, "strict must be True or False, got 'yes'"),
-    ({"cuda_graphs": True}, "cuda_graphs=True is not in this version; leave it at False"),
+    ({"cuda_graphs": "yes"}, "cuda_graphs must be True or False, got 'yes'"),
     ({"prefill": "fa3"}, "prefill='fa3' is not in this version; leave it at 'auto'"),
     ({"drop": "attention_mass"}, "drop='attention_mass' is not in this version"),
     ({"shadow": -1}, "shadow must be an int of at least 0, a number of calls, got -1"),

@@ -14,7 +14,6 @@ from gemkv_compile.plan import (
     Argument,
     CallPlan,
     Computed,
-    PaddingPlan,
     Passed,
     Size,
     Sized,
@@ -22,10 +21,12 @@ from gemkv_compile.plan import (
 )
 from gemkv_compile.runtime.handle import PagedKVTensor, make_handle
 from gemkv_compile.runtime.importing import continue_past
+from gemkv_compile.runtime.padding import aligned_padding
 from gemkv_compile.runtime.page_table import PageTable
 from gemkv_compile.runtime.pool import PagePool, pools
 from gemkv_compile.runtime.reservation import HeldPages
 from gemkv_compile.runtime.static_past import continue_static, give_up_storage, read_positions
+from gemkv_compile.runtime.step_graphs import StepGraphs
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +38,19 @@ class Executable:
         inner: The compiled rewritten graph.
         original: The graph before the rewrite, for a call that the rewritten one does not cover.
         plan: How the two correspond.
+        steps: Runs its decode steps as CUDA graphs, if they may be.
     Every call either completes, and all its caches have grown, or raises, and all of them are as they were.
     """
 
-    def __init__(self, inner: Callable[..., Any], original: Callable[..., Any], plan: CallPlan) -> None:
+    def __init__(
+        self,
+        inner: Callable[..., Any],
+        original: Callable[..., Any],
+        plan: CallPlan,
+        steps: StepGraphs | None = None,
+    ) -> None:
         self._inner = inner
+        self._steps = steps
         self._original = original
         self._plan = plan
         self._pools = [pools.get(table.layout, table.device, table.pool_bytes) for table in plan.tables]
@@ -77,7 +86,7 @@ class Executable:
                 if not _prepare(*found, table_plan):
                     return self._run_original(args, _MORE_ROWS)
                 found[0].begin(size[1], table_plan.keep, found[1])
-            outputs = self._inner(*self._inputs(args, tables, starts, sizes))
+            outputs = self._run(args, tables, starts, sizes)
             if torch.is_grad_enabled():
                 _hold_pages(outputs, tables)
             for table, (_, num_tokens) in zip(tables, sizes, strict=True):
@@ -86,10 +95,20 @@ class Executable:
             _end(tables)
         return self._wrap(args, outputs, tables, starts)
 
+    def _run(
+        self, args: Sequence[Any], tables: list[PageTable], starts: list[int], sizes: list[tuple[int, int]]
+    ) -> Sequence[Any]:
+        if self._steps is not None and not torch.is_grad_enabled():
+            outputs = self._steps.run(args, tables, starts)
+            if outputs is not None:
+                return outputs
+        results: Sequence[Any] = self._inner(*self._inputs(args, tables, starts, sizes))
+        return results
+
     def _inputs(
         self, args: Sequence[Any], tables: list[PageTable], starts: list[int], sizes: list[tuple[int, int]]
     ) -> list[Any]:
-        paddings = [_align(p, args, starts[p.table], sizes[p.table][0]) for p in self._plan.paddings]
+        paddings = [aligned_padding(p, args, starts[p.table], sizes[p.table][0]) for p in self._plan.paddings]
         inputs = []
         for source in self._plan.inputs:
             if isinstance(source, Argument):
@@ -166,15 +185,6 @@ def _prepare(table: PageTable, start: int, plan: TablePlan) -> bool:
     if start > lowest or table.base > lowest:
         table.expose_from(start)
     return True
-
-
-def _align(plan: PaddingPlan, args: Sequence[Any], start: int, batch: int) -> torch.Tensor:
-    """The padding mask as bool [batch, >= tokens], indexed by the table's own token numbers."""
-    source = args[plan.source].to(torch.bool)
-    shift = start - _value(plan.column, args)
-    if shift > 0:
-        source = torch.nn.functional.pad(source, (shift, 0), value=True)
-    return source[:, max(0, -shift) :].expand(batch, -1)
 
 
 def _end(tables: Sequence[PageTable]) -> None:

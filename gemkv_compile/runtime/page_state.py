@@ -3,39 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from gemkv_compile.compat import bytes_at
 from gemkv_compile.errors import ReleasedHandle
 from gemkv_compile.kernels.formats import clamp_finite
-from gemkv_compile.kernels.layout import FIRST_MAX_PAGES
+from gemkv_compile.kernels.layout import FIRST_MAX_PAGES, PageLayout
 from gemkv_compile.kernels.memory import gather_pages, read_groups
 from gemkv_compile.runtime.pool import PagePool
+
+
+@dataclass(frozen=True)
+class DeviceState:
+    """What the operators read and write of one layer's cache; shapes and meaning: `gemkv_compile.kernels.ops`."""
+
+    page_table: torch.Tensor  # [batch, max_pages] int64
+    seq_lens: torch.Tensor  # [batch] int32
+    starts: torch.Tensor  # [batch] int32
+    tail: torch.Tensor  # [batch, 2, Hkv, G, D]
+
+    @classmethod
+    def new(cls, layout: PageLayout, batch: int, columns: int, device: torch.device) -> DeviceState:
+        """The state of empty sequences; plain tensors, also in inference mode."""
+        tail_shape = (batch, 2, layout.num_kv_heads, layout.group_size, layout.head_dim)
+        with torch.inference_mode(False):
+            return cls(
+                torch.zeros(batch, columns, dtype=torch.int64, device=device),
+                torch.zeros(batch, dtype=torch.int32, device=device),
+                torch.zeros(batch, dtype=torch.int32, device=device),
+                torch.zeros(tail_shape, dtype=layout.model_dtype, device=device),
+            )
+
+    @property
+    def columns(self) -> int:
+        """Pages that the table has room for."""
+        return self.page_table.shape[1]
 
 
 class PageState:
     """Pages, tail and tables of `batch` sequences of `length` tokens each, and reading and writing them.
 
-    Device state, read and written by the operators (shapes and meaning: `gemkv_compile.kernels.ops`):
-    page_table [batch, max_pages] int64, seq_lens [batch] int32, starts [batch] int32, tail [batch, 2, Hkv, G, D].
+    Device state: the tensors of a `DeviceState`, by name.
     Host state: `length`; `base`, the mirror of `starts`; `pages`, page index -> one address per sequence, in order.
     """
 
     def __init__(self, pool: PagePool, batch: int) -> None:
-        layout, device = pool.layout, pool.device
         self.pool = pool
         self.batch = batch
         self.length = 0
         self.base = 0
         self.pages: dict[int, list[int]] = {}
         self.released = False
-        tail_shape = (batch, 2, layout.num_kv_heads, layout.group_size, layout.head_dim)
-        with torch.inference_mode(False):
-            self.page_table = torch.zeros(batch, FIRST_MAX_PAGES, dtype=torch.int64, device=device)
-            self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)
-            self.starts = torch.zeros(batch, dtype=torch.int32, device=device)
-            self.tail = torch.zeros(tail_shape, dtype=layout.model_dtype, device=device)
+        self._use(DeviceState.new(pool.layout, batch, FIRST_MAX_PAGES, pool.device))
+
+    def _use(self, state: DeviceState) -> None:
+        self.page_table, self.seq_lens = state.page_table, state.seq_lens
+        self.starts, self.tail = state.starts, state.tail
+
+    def move_to(self, state: DeviceState) -> None:
+        """Go on in other tensors, of the same shapes but for the number of columns; what they hold is overwritten."""
+        state.page_table.zero_()
+        _write(state.page_table, self.pages)
+        for source, target in ((self.seq_lens, state.seq_lens), (self.starts, state.starts), (self.tail, state.tail)):
+            target.copy_(source)
+        self._use(state)
 
     def expose_from(self, start: int) -> None:
         """Make `start` the first token that may be attended to."""

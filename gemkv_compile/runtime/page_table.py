@@ -58,6 +58,10 @@ class PageTable(PageState):
         """Wait for other threads that use this table, and keep them out until `end` or `unclaim`."""
         self._lock.acquire()
 
+    def try_claim(self) -> bool:
+        """Claim the table if no other thread uses it; returns whether it did."""
+        return self._lock.acquire(blocking=False)
+
     def unclaim(self) -> None:
         """Let other threads in again."""
         self._lock.release()

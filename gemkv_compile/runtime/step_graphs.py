@@ -1,0 +1,259 @@
+"""Decode steps as CUDA graphs: captured once for a batch size, replayed for every length, prompt and cache."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gemkv_compile.compat import same_addresses
+from gemkv_compile.plan import AlignedPadding, Argument, CallPlan, State
+from gemkv_compile.runtime.handle import PagedKVTensor
+from gemkv_compile.runtime.padding import copy_padding, padding_columns
+from gemkv_compile.runtime.page_table import PageTable
+from gemkv_compile.runtime.state_slot import StateSlot, slots
+
+log = logging.getLogger(__name__)
+MAX_CAPTURES = 16
+SMALL_INPUT = 1 << 16  # bytes; a larger input is read where it is, while it stays there
+MIN_PADDING_COLUMNS = 4096
+
+
+class Recording:
+    """A function's work on the device, recorded once without being done."""
+
+    def __init__(self, function: Callable[[], Sequence[Any]], device: torch.device) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        pool, mode = _memory_pool(device), "thread_local"
+        with torch.cuda.device(device), torch.cuda.graph(self._graph, pool=pool, capture_error_mode=mode):
+            self._results = function()
+
+    def replay(self) -> Sequence[Any]:
+        """Do the work, on the memory that it was recorded with; returns the results, which the next one overwrites."""
+        self._graph.replay()
+        return self._results
+
+
+@functools.cache
+def _memory_pool(device: torch.device) -> Any:
+    """One pool for all recordings: they run one after another, and their results are copied at once."""
+    return torch.cuda.graph_pool_handle()
+
+
+RECORDERS: dict[str, Callable[[Callable[[], Sequence[Any]], torch.device], Any]] = {"cuda": Recording}
+"""How to record on a type of device; on others there is nothing to gain."""
+
+
+@dataclass
+class Capture:
+    """The inputs of a recorded step, by their position in the rewritten graph.
+
+    Args:
+        slot: State of the caches.
+        inputs: What the recorded step reads: own buffers and the slot's tensors; None for what is read where it is, which
+            would be kept alive.
+        copied: Positions of buffers that each call's argument is copied to.
+        fixed, addresses: Positions of tensors that are read where they are, and their addresses.
+        paddings: Padding masks by number, bool [batch, columns].
+    """
+
+    slot: StateSlot
+    inputs: list[Any]
+    copied: tuple[int, ...]
+    fixed: tuple[int, ...]
+    addresses: list[int]
+    paddings: dict[int, torch.Tensor]
+    recording: Any = None
+    is_warm: bool = False
+    failed: bool = False
+
+
+@dataclass
+class CaptureList:
+    """The captures of one inner compile, which several graphs of Dynamo may share."""
+
+    captures: list[Capture] = field(default_factory=list)
+    moved: set[int] = field(default_factory=set)  # positions of inputs that were not where they had been
+
+
+class StepGraphs:
+    """Runs the decode steps of an executable as CUDA graphs.
+
+    Args:
+        inner: The compiled rewritten graph, proven to be one and the same for every length of its caches.
+        plan: How to call it.
+        shared: What other executables of the same inner compile have captured.
+        say: Takes each sentence about what was captured, or why it was not.
+    A batch size's first step runs as it is, on the captured step's memory, so that kernels are compiled and loaded;
+    the second is recorded and replayed, as all later ones are.
+    """
+
+    def __init__(
+        self, inner: Callable[..., Any], plan: CallPlan, shared: CaptureList, say: Callable[[str], None]
+    ) -> None:
+        self._inner = inner
+        self._plan = plan
+        self._shared = shared
+        self._say = say
+        self._said: set[str] = set()
+        self._keeps = [table.keep for table in plan.tables]
+        self._last: tuple[Capture, list[int], list[int]] | None = None
+
+    def run(self, args: Sequence[Any], tables: Sequence[PageTable], starts: Sequence[int]) -> list[Any] | None:
+        """The outputs of a step over tables that have begun their append; None if the caller has to run it itself.
+
+        Outputs are memory of their own: no later step overwrites them.
+        """
+        given = list(args)
+        chosen = self._choose(given, tables, starts)
+        if chosen is None or chosen[0].failed:
+            return None
+        capture, copied, fixed = chosen
+        if not capture.slot.lock.acquire(blocking=False):
+            return None
+        try:
+            if not capture.slot.bind(tables):
+                return None
+            for number, buffer in capture.paddings.items():
+                padding = self._plan.paddings[number]
+                copy_padding(padding, given, starts[padding.table], buffer)
+            if copied:
+                buffers = [capture.inputs[position] for position in capture.copied]
+                torch._foreach_copy_(buffers, [given[index] for index in copied])
+            outputs = self._step(capture, [given[index] for index in fixed])
+            for position, index in zip(capture.copied, copied, strict=True):
+                if index in self._plan.written:
+                    given[index].copy_(capture.inputs[position])
+            return None if outputs is None else [_own(output) for output in outputs]
+        finally:
+            capture.slot.lock.release()
+
+    def _step(self, capture: Capture, fixed: Sequence[torch.Tensor]) -> Sequence[Any] | None:
+        if capture.recording is None:
+            inputs, device = list(capture.inputs), capture.slot.device
+            for position, tensor in zip(capture.fixed, fixed, strict=True):
+                inputs[position] = tensor
+            if not capture.is_warm:
+                outputs: Sequence[Any] = self._inner(*inputs)
+                capture.is_warm = True
+                return outputs
+            try:
+                capture.recording = RECORDERS[device.type](lambda: self._inner(*inputs), device)
+            except Exception as error:  # nothing has run: recording does no work
+                capture.failed = True
+                self._tell(f"this step cannot be captured: {type(error).__name__}: {error}")
+                return None
+            self._tell(f"captured for {capture.slot.batches[0]} sequences")
+        replayed: Sequence[Any] = capture.recording.replay()
+        return replayed
+
+    def _choose(
+        self, given: list[Any], tables: Sequence[PageTable], starts: Sequence[int]
+    ) -> tuple[Capture, list[int], list[int]] | None:
+        """The capture that serves a call, and the arguments that it copies and that it reads where they are."""
+        if self._last is not None and self._fits(*self._last, given, tables, starts):
+            return self._last
+        for capture in self._shared.captures:
+            found = capture, self._arguments(capture.copied), self._arguments(capture.fixed)
+            if self._fits(*found, given, tables, starts):
+                self._last = found
+                return found
+        made = self._make(given, tables, starts)
+        if made is None:
+            return None
+        self._shared.captures = [made, *self._shared.captures[: MAX_CAPTURES - 1]]
+        self._last = made, self._arguments(made.copied), self._arguments(made.fixed)
+        return self._last
+
+    def _arguments(self, positions: Sequence[int]) -> list[int]:
+        sources = [self._plan.inputs[position] for position in positions]
+        return [source.index for source in sources if isinstance(source, Argument)]
+
+    def _fits(
+        self,
+        capture: Capture,
+        copied: list[int],
+        fixed: list[int],
+        given: list[Any],
+        tables: Sequence[PageTable],
+        starts: Sequence[int],
+    ) -> bool:
+        if not capture.slot.has_room_for(tables):
+            return False
+        for position, index in zip(capture.copied, copied, strict=True):
+            value = given[index]
+            if isinstance(value, PagedKVTensor) or value.shape != capture.inputs[position].shape:
+                return False
+        for number, buffer in capture.paddings.items():
+            padding = self._plan.paddings[number]
+            if padding_columns(padding, given, starts[padding.table]) > buffer.shape[1]:
+                return False
+        return same_addresses([given[index] for index in fixed], capture.addresses)
+
+    def _make(self, given: list[Any], tables: Sequence[PageTable], starts: Sequence[int]) -> Capture | None:
+        device = tables[0].pool.device
+        if any(table.pool.device != device for table in tables):
+            self._tell("not captured: its caches are on several devices")
+            return None
+        self._note_moved(given)
+        slot = slots.get(tables, self._keeps)
+        inputs: list[Any] = []
+        copied, fixed, addresses, paddings = [], [], [], {}
+        for position, source in enumerate(self._plan.inputs):
+            if isinstance(source, State):
+                inputs.append(getattr(slot.states[source.table], source.field))
+            elif isinstance(source, AlignedPadding):
+                plan = self._plan.paddings[source.padding]
+                columns = padding_columns(plan, given, starts[plan.table])
+                width = max(MIN_PADDING_COLUMNS, 2 << (columns - 1).bit_length())
+                with torch.inference_mode(False):
+                    buffer = torch.ones(tables[plan.table].batch, width, dtype=torch.bool, device=device)
+                paddings[source.padding] = buffer
+                inputs.append(buffer)
+            else:
+                value = given[source.index]
+                if isinstance(value, PagedKVTensor):
+                    self._tell("not captured: a paged tensor is an argument and no cache of this graph")
+                    return None
+                if isinstance(value, torch.Tensor):
+                    if value.device != device:
+                        self._tell(f"not captured: an input is on {value.device}")
+                        return None
+                    if self._stays(position, value):
+                        fixed.append(position)
+                        addresses.append(value.data_ptr())
+                        value = None
+                    else:
+                        copied.append(position)
+                        with torch.inference_mode(False):
+                            value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+                inputs.append(value)
+        return Capture(slot, inputs, tuple(copied), tuple(fixed), addresses, paddings)
+
+    def _stays(self, position: int, value: torch.Tensor) -> bool:
+        """Whether an input is read where it is: what belongs to the model, and what is large and has not moved yet."""
+        if isinstance(value, torch.nn.Parameter) or getattr(value, "_dynamo_static_input_type", None) is not None:
+            return True
+        return value.nbytes > SMALL_INPUT and position not in self._shared.moved
+
+    def _note_moved(self, given: list[Any]) -> None:
+        for capture in self._shared.captures:
+            for position, address in zip(capture.fixed, capture.addresses, strict=True):
+                (index,) = self._arguments([position])
+                if given[index].data_ptr() != address:
+                    self._shared.moved.add(position)
+
+    def _tell(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            log.info("gemkv: CUDA graph: %s", sentence)
+            self._say(sentence)
+
+
+def _own(output: Any) -> Any:
+    """A copy that no replay overwrites."""
+    return output.clone() if isinstance(output, torch.Tensor) else output
