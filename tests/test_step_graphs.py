@@ -126,7 +126,9 @@ def start(model, tokens, seed):
 
 def test_caches_that_take_turns(recorded):
     model, plain = compiled("gemma3", kv_format="int8"), build("gemma3")
-    alone = [steps(compiled("gemma3", kv_format="int8", cuda_graphs=False), start(model, 20 + i, i), 7, 70) for i in (0, 1)]
+    alone = [
+        steps(compiled("gemma3", kv_format="int8", cuda_graphs=False), start(model, 20 + i, i), 7, 70) for i in (0, 1)
+    ]
     caches = [start(model, 20 + i, i) for i in (0, 1)]
     rows = [[], []]
     for _ in range(14):

@@ -1,0 +1,98 @@
+"""CUDA graphs on a GPU: the tokens and logits of the same compile without them. Run with `make test-gpu`."""
+
+import copy
+
+import pytest
+import torch
+from static_models import BY_TENSOR, static_greedy, static_model
+from tiny_models import FAMILIES, LATER_CELLS, build, prompt
+
+import gemkv_compile
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+CELLS = [(family, "eager" if family == "gemma2" else "sdpa") for family in FAMILIES] + LATER_CELLS
+
+
+def compiled(family, attention="sdpa", **options):
+    return gemkv_compile.compile(build(family, attention).cuda(), **{"strict": True} | options)
+
+
+def run(model, ids, steps, **options):
+    with torch.no_grad():
+        return model.generate(ids.cuda(), max_new_tokens=steps, do_sample=False, **options)
+
+
+def said(model):
+    return [line for graph in gemkv_compile.report_of(model).graphs for line in graph.cuda_graphs]
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("family, attention", CELLS)
+def test_the_tokens_and_logits_of_no_graph(family, attention, inner):
+    """Two prompts past the window and past a group of 64; logits kept from every step (C5)."""
+    pytest.importorskip(f"transformers.models.{'gemma' if family == 'gemma1' else family}")
+    model, plain = (compiled(family, attention, inner=inner, cuda_graphs=on) for on in (True, False))
+    options = dict(return_dict_in_generate=True, output_logits=True)
+    for tokens in (10, 33):
+        ours, theirs = (run(each, prompt(2, tokens), 80, **options) for each in (model, plain))
+        assert torch.equal(ours.sequences, theirs.sequences)
+        for one, other in zip(ours.logits, theirs.logits, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert said(model).count("captured for 2 sequences") == 1 and not any("not" in line for line in said(model))
+    assert not said(plain)
+
+
+def test_padding():
+    model, plain = (compiled("gemma3", cuda_graphs=on) for on in (True, False))
+    for tokens in (20, 33):
+        mask = torch.tensor([[0] * (3 * i + 1) + [1] * (tokens - 3 * i - 1) for i in range(3)]).cuda()
+        ours, theirs = (run(each, prompt(3, tokens), 40, attention_mask=mask) for each in (model, plain))
+        assert torch.equal(ours, theirs)
+    assert said(model) == ["captured for 3 sequences"]
+
+
+def rows(model, cache, token, count):
+    logits = []
+    for _ in range(count):
+        position = torch.tensor([[cache.get_seq_length()]]).cuda()
+        with torch.no_grad():
+            ids = torch.tensor([[token]]).cuda()
+            out = model(ids, past_key_values=cache, position_ids=position, use_cache=True)
+        logits.append(out.logits[0, -1])
+    return torch.stack(logits)
+
+
+def test_caches_that_take_turns_and_fork():
+    models = [compiled("gemma3", cuda_graphs=on) for on in (True, False)]
+    outs = []
+    for model in models:
+        with torch.no_grad():
+            caches = [model(prompt(1, 20 + i, i).cuda(), use_cache=True).past_key_values for i in (0, 1)]
+        parts = [rows(model, caches[i % 2], 7, 9) for i in range(16)]
+        other = copy.deepcopy(caches[0])
+        parts += [rows(model, cache, token, 9) for cache, token in ((caches[0], 3), (other, 5), (caches[1], 9))]
+        outs.append(torch.cat(parts))
+    torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-4)
+
+
+def test_static_caches():
+    write = BY_TENSOR[0]
+    models = [gemkv_compile.compile(static_model(write).cuda(), cuda_graphs=on) for on in (True, False)]
+    outs = [static_greedy(model, prompt(2, 10).cuda(), 20) for model in models]
+    assert torch.equal(*outs)
+    generated = [
+        run(compiled("gemma3", cuda_graphs=on), prompt(2, 20), 40, cache_implementation="static")
+        for on in (True, False)
+    ]
+    assert torch.equal(*generated)
+
+
+def test_memory_returns():
+    model = compiled("gemma3")
+    run(model, prompt(2, 60), 20)
+    gemkv_compile.trim()
+    before = torch.cuda.memory_allocated()
+    for tokens in (80, 300, 150):
+        run(model, prompt(2, tokens), 20)
+    gemkv_compile.trim()
+    assert torch.cuda.memory_allocated() <= before + (1 << 20)
