@@ -78,8 +78,8 @@ def trace_flex_attention_with(stand_in: Callable[[Any], Any]) -> None:
 def keep_attributes_after_subgraphs() -> bool:
     """Let Dynamo see what is set on an object of the trace after an operator with subgraphs, such as FlexAttention.
 
-    PyTorch 2.13 replaces its record of side effects after such an operator, and what stands for an object's `__dict__` goes
-    on reading the former one: an attribute of an object that the trace made is then missing, and the graph breaks.
+    PyTorch 2.13 replaces its record of side effects after such an operator, and what stands for an object's `__dict__`
+    goes on reading the former one: an attribute of an object that the trace made is then missing, and the graph breaks.
     This reads the record that is in force.
 
     Returns:

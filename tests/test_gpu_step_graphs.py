@@ -38,7 +38,7 @@ def test_the_tokens_and_logits_of_no_graph(family, attention, inner):
         assert torch.equal(ours.sequences, theirs.sequences)
         for one, other in zip(ours.logits, theirs.logits, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-    assert said(model).count("captured for 2 sequences") == 1 and not any("not" in line for line in said(model))
+    assert said(model).count("captured for 2 sequences") == 1 and not any("cannot" in line for line in said(model))
     assert not said(plain)
 
 
@@ -48,7 +48,7 @@ def test_padding():
         mask = torch.tensor([[0] * (3 * i + 1) + [1] * (tokens - 3 * i - 1) for i in range(3)]).cuda()
         ours, theirs = (run(each, prompt(3, tokens), 40, attention_mask=mask) for each in (model, plain))
         assert torch.equal(ours, theirs)
-    assert said(model) == ["captured for 3 sequences"]
+    assert said(model).count("captured for 3 sequences") == 1
 
 
 def rows(model, cache, token, count):
@@ -80,10 +80,10 @@ def test_static_caches():
     models = [gemkv_compile.compile(static_model(write).cuda(), cuda_graphs=on) for on in (True, False)]
     outs = [static_greedy(model, prompt(2, 10).cuda(), 20) for model in models]
     assert torch.equal(*outs)
-    generated = [
-        run(compiled("gemma3", cuda_graphs=on), prompt(2, 20), 40, cache_implementation="static")
-        for on in (True, False)
-    ]
+    generated = []
+    for on in (True, False):
+        model = compiled("gemma3", cuda_graphs=on)
+        generated.append(run(model, prompt(2, 20), 40, cache_implementation="static"))
     assert torch.equal(*generated)
 
 

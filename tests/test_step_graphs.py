@@ -1,46 +1,23 @@
-"""Decode steps that are captured and replayed. On a CPU a replay runs the recorded step again, on the memory that it was
-recorded with and into its first results: what is copied in and out is the same as with a CUDA graph."""
+"""Decode steps that are captured and replayed; on a CPU `replayed.Replayed` stands for a CUDA graph."""
 
 import gc
 import weakref
 
 import pytest
 import torch
+from replayed import replayed_on_cpu
 from static_models import BY_TENSOR, static_greedy, static_model
 from tiny_models import build, prompt, tuple_model
 from tiny_models import greedy as tuple_greedy
 
 import gemkv_compile
 from gemkv_compile.runtime import step_graphs
-from gemkv_compile.runtime.state_slot import slots
-
-
-class Replayed:
-    """Stands for a recorded CUDA graph."""
-
-    made = []
-
-    def __init__(self, function, device):
-        self.function, self.results, self.replays = function, None, 0
-        self.made.append(self)
-
-    def replay(self):
-        self.replays += 1
-        results = self.function()
-        if self.results is None:
-            self.results = [None if each is None else each.clone() for each in results]
-        for own, result in zip(self.results, results, strict=True):
-            own.copy_(result)
-        return self.results
 
 
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch):
-    monkeypatch.setitem(step_graphs.RECORDERS, "cpu", Replayed)
-    Replayed.made.clear()
-    slots.clear()
-    yield Replayed.made
-    slots.clear()
+    with replayed_on_cpu(monkeypatch) as made:
+        yield made
 
 
 def greedy(model, tokens, steps=30, batch=1, seed=0, **options):
@@ -125,10 +102,8 @@ def start(model, tokens, seed):
 
 
 def test_caches_that_take_turns(recorded):
-    model, plain = compiled("gemma3", kv_format="int8"), build("gemma3")
-    alone = [
-        steps(compiled("gemma3", kv_format="int8", cuda_graphs=False), start(model, 20 + i, i), 7, 70) for i in (0, 1)
-    ]
+    model, plain = (compiled("gemma3", kv_format="int8", cuda_graphs=on) for on in (True, False))
+    alone = [steps(plain, start(plain, 20 + i, i), 7, 70) for i in (0, 1)]
     caches = [start(model, 20 + i, i) for i in (0, 1)]
     rows = [[], []]
     for _ in range(14):
@@ -138,7 +113,6 @@ def test_caches_that_take_turns(recorded):
     for i in (0, 1):
         torch.testing.assert_close(torch.cat(rows[i]), alone[i], rtol=1e-4, atol=1e-4)
         assert caches[i].get_seq_length() == 90 + i
-    assert plain is not None
 
 
 def test_an_older_cache_is_continued(recorded):

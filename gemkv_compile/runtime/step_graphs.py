@@ -54,8 +54,8 @@ class Capture:
 
     Args:
         slot: State of the caches.
-        inputs: What the recorded step reads: own buffers and the slot's tensors; None for what is read where it is, which
-            would be kept alive.
+        inputs: What the recorded step reads: own buffers and the slot's tensors; None for what is read where it is,
+            which would be kept alive.
         copied: Positions of buffers that each call's argument is copied to.
         fixed, addresses: Positions of tensors that are read where they are, and their addresses.
         paddings: Padding masks by number, bool [batch, columns].
