@@ -6,7 +6,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from gemkv_compile.compat import compile_settings
 from gemkv_compile.errors import InvalidOption
 from gemkv_compile.passes.printing import describe, format_graph
 from gemkv_compile.passes.symbols import free_symbols
-from gemkv_compile.runtime.step_graphs import CaptureList
 
 Compiled = Callable[..., Any]
 MAX_SHARED = 64
@@ -75,12 +74,12 @@ def _inductor(mode: str | None) -> Callable[[GraphModule, Sequence[Any]], Compil
     return compile_with_inductor
 
 
-@dataclass
+@dataclass(frozen=True)
 class InnerGraph:
-    """A compiled graph, and what its decode steps were captured as."""
+    """A compiled graph; `captures` is where whoever runs it keeps what it was captured as, for all that share it."""
 
     call: Compiled
-    captures: CaptureList
+    captures: list[Any] = field(default_factory=list)
     is_shared: bool = False  # whether an earlier graph's result serves
 
 
@@ -103,7 +102,7 @@ class SharedCompiles:
             if shareable and key in self._known:
                 self._known.move_to_end(key)
                 return replace(self._known[key], is_shared=True)
-        compiled = InnerGraph(inner.compile(module, examples), CaptureList())
+        compiled = InnerGraph(inner.compile(module, examples))
         with self._lock:
             self.compiles += 1
             if shareable:

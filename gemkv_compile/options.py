@@ -25,7 +25,8 @@ class Options:
         group_size: Tokens that share a scale and zero-point.
         strict: Raise StrictError when an attention of a graph is kept.
         cuda_graphs: Replay decode steps as CUDA graphs, where the graph is proven to be the same at every length of its
-            caches and these are on a GPU; the report says what was captured. Elsewhere it changes nothing.
+            caches and these are on a GPU; the report says what was captured. Elsewhere it changes nothing. Off by
+            default: it has been tested with a stand-in on a CPU only so far.
         inner: Compiler of the rewritten graph: "auto" (Inductor on a GPU, the graph as it is on a CPU), "inductor",
             "eager", the name of another torch.compile backend, or a backend function.
         prefill: Engine for prefill attention. Only "auto" in this version.
@@ -41,7 +42,7 @@ class Options:
     page_size: int | None = None
     group_size: int = 64
     strict: bool = False
-    cuda_graphs: bool = True
+    cuda_graphs: bool = False
     inner: str | Callable[..., Any] = "auto"
     prefill: str = "auto"
     drop: None = None

@@ -113,6 +113,17 @@ class AlignedPadding:
 
 
 @dataclass(frozen=True)
+class SizeTensor:
+    """An input of the rewritten graph that holds a size of the call, int64 []."""
+
+    size: Size
+    device: torch.device
+
+
+Input = Argument | State | AlignedPadding | SizeTensor
+
+
+@dataclass(frozen=True)
 class Computed:
     """A result that the rewritten graph returns at a position."""
 
@@ -143,7 +154,7 @@ class CallPlan:
         written: Arguments that the graph writes in place.
     """
 
-    inputs: tuple[Argument | State | AlignedPadding, ...]
+    inputs: tuple[Input, ...]
     tables: tuple[TablePlan, ...]
     paddings: tuple[PaddingPlan, ...]
     results: tuple[Computed | Passed | Sized | None, ...]

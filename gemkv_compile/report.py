@@ -15,43 +15,6 @@ from rich.table import Table
 
 BATCH, TOKENS = sympy.symbols("B S", integer=True, positive=True)
 
-REASONS = {
-    "no_cache": "the attention reads no cache and leaves none behind",
-    "grad_enabled": "keys and values require grad",
-    "past_requires_grad": "the past requires grad",
-    "past_not_an_input": "the past is computed inside the graph",
-    "cache_not_returned": "the updated cache is not returned by the graph",
-    "cache_used_elsewhere": "cached rows are also used by something that is no attention",
-    "written_in_place": "a tensor of the attention or its cache is written in place",
-    "cache_read_changed": "cached rows are changed on their way to the attention",
-    "cache_shapes_differ": "keys and values, or past and new rows, do not fit each other",
-    "inside_higher_order_op": "the attention is in the body of a higher-order operator, such as checkpoint",
-    "attention_not_recognised": "a cache is updated, and no known attention reads it",
-    "attention_weights_used": "the attention weights themselves are used",
-    "query_rows_differ": "queries are not those of the newest tokens",
-    "dtype_differs": "query, keys, values and past differ in dtype or device",
-    "heads_unsupported": "the query heads do not share the key/value heads evenly, or more than 16 share one",
-    "head_dim_unsupported": "the head size is not constant",
-    "layout_unsupported": "no page layout for this head size or dtype",
-    "rank_unsupported": "the attention does not have four dimensions",
-    "dropout_active": "attention dropout is active",
-    "scale_not_constant": "the scale is not a number",
-    "softmax_dim": "the softmax does not run over the keys",
-    "slice_not_constant": "the number of rows kept is not constant",
-    "rows_hidden": "attention sees some cached rows only, and no mask says which",
-    "internal_error": "this package failed on the graph, which runs as it was",
-    "score_mod_not_recognised": "FlexAttention's score_mod is more than a scale, a softcap and what is hidden",
-    "aux_outputs_used": "FlexAttention's log-sum-exp or largest scores are used",
-    "block_mask_not_proven": "nothing proves that FlexAttention's block mask has the blocks of its mask_mod",
-    "mask_outside_graph": "the mask is an input of the graph",
-    "mask_kind_dense": "the mask is proven, and of a kind that the paged operators take as a dense tensor only",
-    "mask_over_places": "the mask is over all places of a static cache",
-    "mask_residual": "the mask is more than the kinds that are proven",
-    "mask_unknown_op": "the mask is built with an operation that the prover does not read",
-}
-"""Reason codes and what they mean. The five about masks do not keep an attention that has a mask tensor: it is
-rewritten with the dense mask, exact and slower."""
-
 
 @dataclass(frozen=True)
 class Site:
@@ -60,7 +23,7 @@ class Site:
     layer: int
     module: str
     status: str  # "rewritten" or "kept"
-    reason: str  # "" or a code from REASONS
+    reason: str  # "" or a code from `reasons.REASONS`
     sentence: str
     source: str
     operator: str = ""

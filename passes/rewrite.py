@@ -16,9 +16,11 @@ from gemkv_compile.kernels.results import empty_results
 from gemkv_compile.passes.decide import Read, Rewrite, new_rows
 from gemkv_compile.passes.effects import writes_of
 from gemkv_compile.passes.graph_edits import call, replace_attention
+from gemkv_compile.passes.length_free import growing_nodes, is_decode_step
 from gemkv_compile.passes.lens import value_of
 from gemkv_compile.passes.liveness import remove_dead
 from gemkv_compile.passes.sites import Cache
+from gemkv_compile.passes.sizes_as_tensors import lift_sizes
 from gemkv_compile.passes.static_buffers import buffer_plan, by_tokens, erase_writes, mask_functions
 from gemkv_compile.passes.symbols import SymbolTable, free_symbols, same_size
 from gemkv_compile.passes.version import pass_version
@@ -31,6 +33,7 @@ from gemkv_compile.plan import (
     PaddingPlan,
     Passed,
     Sized,
+    SizeTensor,
     State,
     StateField,
     TablePlan,
@@ -54,14 +57,15 @@ class _Builder:
         self.graph = graph
         self.placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         self.symbols = SymbolTable(graph)
-        self.sources: dict[Node, State | AlignedPadding] = {}
+        self.sources: dict[Node, State | AlignedPadding | SizeTensor] = {}
         self.paddings: list[PaddingPlan] = []
         self.replaced: dict[Node, Node] = {}  # attentions' outputs, and what stands for them now
         self.masks: dict[Node | None, GraphModule] = {}  # of static caches
         self._padding_nodes: dict[tuple[int, int, Any], Node] = {}
+        self._size_nodes: dict[tuple[Any, torch.device], Node] = {}
         self._last = self.placeholders[-1] if self.placeholders else None
 
-    def add(self, name: str, value: torch.Tensor, source: State | AlignedPadding) -> Node:
+    def add(self, name: str, value: torch.Tensor, source: State | AlignedPadding | SizeTensor) -> Node:
         """Append a placeholder."""
         first = next(iter(self.graph.nodes))
         with self.graph.inserting_after(self._last) if self._last is not None else self.graph.inserting_before(first):
@@ -100,6 +104,16 @@ class _Builder:
             self.paddings.append(PaddingPlan(source, self.symbols.size(read.padding.column), table))
         return self._padding_nodes[key]
 
+    def size(self, size: torch.SymInt, device: torch.device) -> Node:
+        """The input that holds a size; one for equal sizes."""
+        key = (expr_of(size), device)
+        if key not in self._size_nodes:
+            with fake_mode_of([value_of(node) for node in self.placeholders]), torch.inference_mode(False):
+                value = torch.empty((), dtype=torch.int64, device=device)
+            source = SizeTensor(self.symbols.size(size), device)
+            self._size_nodes[key] = self.add(f"size_{len(self._size_nodes)}", value, source)
+        return self._size_nodes[key]
+
 
 def rewrite_graph(module: GraphModule, rewrites: tuple[Rewrite, ...], pool_bytes: int | None) -> RewriteReport:
     """Replace attentions and cache updates by paged operators; edits `module` (a canonicalised copy) in place."""
@@ -115,6 +129,9 @@ def rewrite_graph(module: GraphModule, rewrites: tuple[Rewrite, ...], pool_bytes
         tables.append(_table_plan(build, rewrite, pool_bytes))
     results = _sort_outputs(build, rewrites)
     remove_dead(graph)
+    if is_decode_step(rewrites):
+        lift_sizes(graph, growing_nodes(graph, rewrites, set(build.sources)), build.size)
+        remove_dead(graph)
     inputs, examples = _keep_used_inputs(graph, build)
     graph.lint()
     module.recompile()

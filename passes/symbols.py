@@ -52,6 +52,7 @@ class SymbolTable:
     def __init__(self, graph: Graph) -> None:
         self.nodes: dict[sympy.Symbol, Node] = {}
         self._readers: dict[sympy.Symbol, Callable[[Sequence[Any]], int]] = {}
+        self._sizes: dict[sympy.Expr, Size] = {}
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         for index, node in enumerate(placeholders):
             value = value_of(node)
@@ -69,8 +70,16 @@ class SymbolTable:
         return expr_of(value).free_symbols <= self._readers.keys()
 
     def size(self, value: Any) -> Size:
-        """`value` (int, SymInt or sympy expression) as an int, or as a function of the call's arguments."""
+        """`value` (int, SymInt or sympy expression) as an int, or as a function of the call's arguments.
+
+        Equal values have one function, so that whoever calls it may remember the result.
+        """
         expr = value if isinstance(value, sympy.Basic) else expr_of(value)
+        if expr not in self._sizes:
+            self._sizes[expr] = self._size(expr)
+        return self._sizes[expr]
+
+    def _size(self, expr: sympy.Expr) -> Size:
         if expr.is_Integer:
             return int(expr)
         symbols = sorted(expr.free_symbols, key=str)

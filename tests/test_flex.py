@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention as flex_module
 from gemkv_compile import Options, PagedKVTensor, compat_flex
 from gemkv_compile.backend import Backend
 from gemkv_compile.passes.version import pass_version
-from gemkv_compile.report import REASONS
+from gemkv_compile.reasons import REASONS
 
 inputs = attention_cases.inputs
 

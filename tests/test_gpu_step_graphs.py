@@ -14,7 +14,7 @@ CELLS = [(family, "eager" if family == "gemma2" else "sdpa") for family in FAMIL
 
 
 def compiled(family, attention="sdpa", **options):
-    return gemkv_compile.compile(build(family, attention).cuda(), **{"strict": True} | options)
+    return gemkv_compile.compile(build(family, attention).cuda(), **{"strict": True, "cuda_graphs": True} | options)
 
 
 def run(model, ids, steps, **options):

@@ -3,6 +3,7 @@
 import json
 
 import attention_cases as cases
+import pytest
 import torch
 from attention_cases import grown
 from tiny_models import greedy, prompt, tuple_model
@@ -53,13 +54,46 @@ def test_dense_masks_are_named():
     assert given.length_reason.startswith("`gemkv::attend_pages`") and "mask_is_an_input" in given.length_reason
 
 
-def test_a_number_that_grows_is_named():
+def with_number(use):
+    """Attention whose output meets the number of rows."""
+
     def function(q, k, v, past):
         keys, values = grown(k, v, past)
-        return sdpa(q, keys, values, enable_gqa=True) * keys.shape[2], (keys, values)
+        return use(sdpa(q, keys, values, enable_gqa=True), keys.shape[2]), (keys, values)
 
-    graph = steps_of(function)[-1]
-    assert graph.length_free is False and "keys.shape[2]" in graph.length_reason
+    return function
+
+
+LIFTED = {
+    "mul": lambda x, n: x * n,
+    "method": lambda x, n: x.sub(n),
+    "compare": lambda x, n: x + (torch.arange(10) <= n)[:, None].sum(),
+    "arange": lambda x, n: x + torch.arange(n - 1, n + 3).to(x.dtype).sum(),
+    "arange of int32": lambda x, n: x + torch.arange(start=n, end=n + 1, dtype=torch.int32),
+    "from the left": lambda x, n: n - x,
+}
+NAMED = {
+    "full": lambda x, n: x + torch.full((), n),
+    "alpha": lambda x, n: torch.add(x, n, alpha=2),
+    "size": lambda x, n: x + torch.ones(n).sum(),
+    "float arange": lambda x, n: x + torch.arange(n, n + 1, dtype=torch.float32),
+    "no dimensions": lambda x, n: x + (torch.tensor(3, dtype=torch.int32) + n),
+    "one of two": lambda x, n: x * n + torch.full((), n),
+}
+
+
+@pytest.mark.parametrize("use", LIFTED.values(), ids=LIFTED)
+def test_a_number_that_grows_becomes_a_tensor(use):
+    graph = steps_of(with_number(use))[-1]
+    assert graph.length_free, graph.length_reason
+    assert "size_0" in graph.after
+
+
+@pytest.mark.parametrize("use", NAMED.values(), ids=NAMED)
+def test_a_number_that_grows_is_named(use):
+    graph = steps_of(with_number(use))[-1]
+    assert graph.length_free is False and "NAMED" not in graph.length_reason and "lambda" in graph.length_reason
+    assert "size_0" not in graph.after
 
 
 def test_padding_that_the_executable_prepares():
@@ -72,11 +106,11 @@ def test_padding_that_the_executable_prepares():
 
 
 def test_what_the_report_shows():
-    """A position that is computed from the past's length is the one thing of this model that depends on it."""
     model = gemkv_compile.compile(tuple_model(), kv_format="model", strict=True)
     greedy(model, prompt(1, 9), 4)
     report = gemkv_compile.report_of(model)
     states = [graph.length_free for graph in report.graphs]
-    assert states[0] is None and states[-1] is False and "`arange`" in report.graphs[-1].length_reason
-    assert "  not the same at every length of its caches: `arange` takes" in str(report)
-    assert json.loads(report.to_json())["graphs"][-1]["length_free"] is False
+    assert states[0] is None and states[-1] is True
+    assert "  the same at every length of its caches" in str(report)
+    assert "  not the same at every length of its caches: this graph is for a past of exactly 9 rows" in str(report)
+    assert json.loads(report.to_json())["graphs"][-1]["length_free"] is True

@@ -10,7 +10,8 @@ from golden import check_golden
 
 import gemkv_compile
 from gemkv_compile import Options, PagedKVTensor
-from gemkv_compile.report import REASONS, describe_mask
+from gemkv_compile.reasons import REASONS
+from gemkv_compile.report import describe_mask
 
 
 def explain(function, *arguments, **options):

@@ -32,7 +32,8 @@ def expected(family, *args, attention="sdpa", **options):
 
 
 def compiled(family, attention="sdpa", **options):
-    return gemkv_compile.compile(build(family, attention), **{"kv_format": "model", "strict": True} | options)
+    options = dict(kv_format="model", strict=True, cuda_graphs=True) | options
+    return gemkv_compile.compile(build(family, attention), **options)
 
 
 def said(model):
@@ -195,11 +196,13 @@ def test_a_replay_that_is_interrupted(recorded):
 
 
 def test_modules_without_transformers(recorded):
-    model, plain = gemkv_compile.compile(tuple_model(), kv_format="model"), tuple_model()
+    model, plain = gemkv_compile.compile(tuple_model(), kv_format="model", cuda_graphs=True), tuple_model()
     assert torch.equal(tuple_greedy(model, prompt(2, 10), 20)[0], tuple_greedy(plain, prompt(2, 10), 20)[0])
-    static = gemkv_compile.compile(static_model(BY_TENSOR[0]), kv_format="model")
+    assert len(recorded) == 1
+    static = gemkv_compile.compile(static_model(BY_TENSOR[0]), kv_format="model", cuda_graphs=True)
     expected = static_greedy(static_model(BY_TENSOR[0]), prompt(2, 10), 20)
     assert torch.equal(static_greedy(static, prompt(2, 10), 20), expected)
+    assert len(recorded) == 2
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llama"])
@@ -208,6 +211,7 @@ def test_static_cache(recorded, family):
     for tokens in (20, 9):
         ours = greedy(model, tokens, cache_implementation="static")
         assert torch.equal(ours, expected(family, tokens, cache_implementation="static"))
+    assert len(recorded) >= 1, said(model)
 
 
 def test_off(recorded):
@@ -232,7 +236,7 @@ def test_a_capture_keeps_no_model_alive(recorded):
 def captures():
     from gemkv_compile.inner import shared_compiles
 
-    return [capture for graph in shared_compiles._known.values() for capture in graph.captures.captures]
+    return [capture for graph in shared_compiles._known.values() for capture in graph.captures]
 
 
 def test_threads(recorded):

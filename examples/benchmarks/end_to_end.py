@@ -1,6 +1,6 @@
 """First token, decode step and peak memory of `generate` on a GPU, beside Transformers' own caches in the same run.
 
-    python end_to_end.py [--models gemma3-4b,gemma1-7b] [--modes dynamic,inductor,static,quantized,gemkv]
+    python end_to_end.py [--models gemma3-4b,gemma1-7b] [--modes dynamic,inductor,static,quantized,gemkv,gemkv-graphs]
                          [--batch 1] [--tokens 32768] [--parallel-warm-up]
 
 Random bf16 weights of real shapes. Every mode runs in a process of its own: nothing that one leaves in memory or in
@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from harness import save
 
-MODES = ("dynamic", "inductor", "static", "quantized", "gemkv")
-COMPILING = ("inductor", "static", "gemkv")
+MODES = ("dynamic", "inductor", "static", "quantized", "gemkv", "gemkv-graphs")
+COMPILING = ("inductor", "static", "gemkv", "gemkv-graphs")
 STEPS, REPEATS = 33, 3
 SLOW = {"quantized": (3, 1)}  # steps and repeats where a step takes as long as a prompt
 LIMIT_S = 560  # of one process
@@ -71,10 +71,10 @@ def prepare(model: Any, mode: str) -> dict[str, Any]:
     """Compile a model as a mode asks for it; returns the arguments of generate."""
     if mode == "inductor":
         model.compile()
-    if mode == "gemkv":
+    if mode in ("gemkv", "gemkv-graphs"):
         import gemkv_compile
 
-        gemkv_compile.compile(model, strict=True)
+        gemkv_compile.compile(model, strict=True, cuda_graphs=mode == "gemkv-graphs")
     if mode == "static":
         return {"cache_implementation": "static"}
     if mode == "quantized":

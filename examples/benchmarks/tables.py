@@ -61,7 +61,11 @@ MODES = {
     "static": "StaticCache, generate's own compile",
     "quantized": "QuantizedCache, quanto int4",
     "gemkv": "**gemkv**, int8",
+    "gemkv-graphs": "**gemkv**, int8, CUDA graphs",
 }
+
+
+OURS = ("gemkv", "gemkv-graphs")
 
 
 def end_to_end(result: dict[str, Any]) -> str:
@@ -79,8 +83,8 @@ def end_to_end(result: dict[str, Any]) -> str:
         same = [r for r in result["rows"] if all(r[k] == row[k] for k in ("model", "batch", "tokens"))]
         cells = []
         for key, form in (("first_token_ms", ".0f"), ("step_ms", ".1f"), ("peak_gib", ".2f"), ("decoding_gib", ".2f")):
-            best = min(r[key] for r in same if key in r and r["mode"] != "gemkv")
-            cells.append(f"{row[key]:{form}}" + (f" ({row[key] / best:.2f}x)" if row["mode"] == "gemkv" else ""))
+            best = min(r[key] for r in same if key in r and r["mode"] not in OURS)
+            cells.append(f"{row[key]:{form}}" + (f" ({row[key] / best:.2f}x)" if row["mode"] in OURS else ""))
         lines.append(f"{start} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -172,6 +176,18 @@ def passes_time(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def step_overhead(result: dict[str, Any]) -> str:
+    """Python around a decode step, this package's and Dynamo's."""
+    lines = [
+        "| layers | package, median | package, quiet | Dynamo, median | Dynamo, quiet |",
+        "|---:|---:|---:|---:|---:|",
+    ]
+    for row in result["rows"]:
+        figures = (row[f"{who}_{kind}"] for who in ("package", "dynamo") for kind in ("us", "quiet_us"))
+        lines.append(f"| {row['layers']} | {' | '.join(f'{each:.0f}' for each in figures)} |")
+    return "\n".join(lines)
+
+
 def _shape(row: dict[str, Any]) -> str:
     return f"{row['batch']} | {row['q_heads']}, {row['kv_heads']} | {row['head_dim']} | {row['tokens']}"
 
@@ -190,6 +206,7 @@ TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str, str]] = {  # how, 
     "int8_forms": (int8_forms, "95% intervals", "DESIGN.md"),
     "matrix": (matrix, "tiny random models", "docs/matrix.md"),
     "passes_time": (passes_time, "seconds", "DESIGN.md"),
+    "step_overhead": (step_overhead, "microseconds", "DESIGN.md"),
 }
 
 

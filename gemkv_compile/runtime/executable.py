@@ -16,7 +16,7 @@ from gemkv_compile.plan import (
     Computed,
     Passed,
     Size,
-    Sized,
+    SizeTensor,
     TablePlan,
 )
 from gemkv_compile.runtime.handle import PagedKVTensor, make_handle
@@ -72,7 +72,8 @@ class Executable:
             _forget_trace(args)
         if self._has_places:
             give_up_storage(plan.tables, args)
-        sizes = [(_value(table.batch, args), _value(table.num_tokens, args)) for table in plan.tables]
+        values = _Values(args)
+        sizes = [(values.of(table.batch), values.of(table.num_tokens)) for table in plan.tables]
         tables: list[PageTable] = []
         starts: list[int] = []
         positions = read_positions(plan.tables, args) if self._has_places else [None] * len(sizes)
@@ -93,7 +94,7 @@ class Executable:
                 table.commit(num_tokens)
         finally:
             _end(tables)
-        return self._wrap(args, outputs, tables, starts)
+        return self._wrap(args, outputs, tables, starts, values)
 
     def _run(
         self, args: Sequence[Any], tables: list[PageTable], starts: list[int], sizes: list[tuple[int, int]]
@@ -115,22 +116,37 @@ class Executable:
                 inputs.append(_dense(args[source.index]))
             elif isinstance(source, AlignedPadding):
                 inputs.append(paddings[source.padding])
+            elif isinstance(source, SizeTensor):
+                inputs.append(torch.full((), _value(source.size, args), dtype=torch.int64, device=source.device))
             else:
                 inputs.append(getattr(tables[source.table], source.field))
         return inputs
 
     def _wrap(
-        self, args: Sequence[Any], outputs: Sequence[Any], tables: list[PageTable], starts: list[int]
+        self,
+        args: Sequence[Any],
+        outputs: Sequence[Any],
+        tables: list[PageTable],
+        starts: list[int],
+        values: _Values,
     ) -> tuple[Any, ...]:
-        results = [_result(source, args, outputs) for source in self._plan.results]
-        for table_plan, table, start in zip(self._plan.tables, tables, starts, strict=True):
-            places = None if table_plan.buffer is None else _value(table_plan.buffer.places, args)
-            for output in table_plan.outputs:
-                first = start if output.keep is None else max(start, table.length - output.keep)
-                results[output.index] = make_handle(table, output.role, first, table.length, table_plan.seq_dim, places)
-            for past in _written_pasts(table_plan, args):
-                first = start if table_plan.keep is None else max(start, table.length - table_plan.keep)
-                past.stand_for(table, first, table.length)
+        results: list[Any] = []
+        for source in self._plan.results:
+            if isinstance(source, Computed):
+                results.append(outputs[source.position])
+            elif isinstance(source, Passed):
+                results.append(args[source.index])
+            else:
+                results.append(None if source is None else values.of(source.size))
+        for plan, table, start in zip(self._plan.tables, tables, starts, strict=True):
+            places = None if plan.buffer is None else values.of(plan.buffer.places)
+            length = table.length
+            for output in plan.outputs:
+                first = start if output.keep is None else max(start, length - output.keep)
+                results[output.index] = make_handle(table, output.role, first, length, plan.seq_dim, places)
+            if plan.buffer is not None:
+                for past in _written_pasts(plan, args):
+                    past.stand_for(table, start if plan.keep is None else max(start, length - plan.keep), length)
         return tuple(results)
 
     def _run_original(self, args: Sequence[Any], why: str) -> tuple[Any, ...]:
@@ -206,12 +222,20 @@ def _hold_pages(outputs: Sequence[Any], tables: Sequence[PageTable]) -> None:
         metadata.setdefault("gemkv_pages", []).append(held)
 
 
-def _result(source: Computed | Passed | Sized | None, args: Sequence[Any], outputs: Sequence[Any]) -> Any:
-    if isinstance(source, Computed):
-        return outputs[source.position]
-    if isinstance(source, Passed):
-        return args[source.index]
-    return None if source is None else _value(source.size, args)
+class _Values(dict[Callable[[Sequence[Any]], int], int]):
+    """Sizes of one call, each computed once."""
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        super().__init__()
+        self._args = args
+
+    def __missing__(self, function: Callable[[Sequence[Any]], int]) -> int:
+        value = self[function] = function(self._args)
+        return value
+
+    def of(self, size: Size) -> int:
+        """The value of a size."""
+        return size if isinstance(size, int) else self[size]
 
 
 def _value(size: Size, args: Sequence[Any]) -> int:

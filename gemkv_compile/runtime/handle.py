@@ -16,6 +16,7 @@ from gemkv_compile.errors import GemkvError, ReleasedHandle
 from gemkv_compile.runtime.page_table import PageTable
 
 KEYS, VALUES = 0, 1
+_SIZE = torch.Tensor.size
 
 
 class PagedKVTensor(torch.Tensor):
@@ -75,7 +76,7 @@ class PagedKVTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.compiler.is_dynamo_compiling():
+        if func is _SIZE or torch.compiler.is_dynamo_compiling():  # guards ask for sizes at each call
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         from gemkv_compile.runtime.handle_ops import apply
@@ -118,7 +119,6 @@ class PagedKVTensor(torch.Tensor):
         former, self.table, self.start, self.length = self.table, table, start, length
         if former is not table:
             table.register(self)
-            former.unregister(self)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         if self.is_shell:
@@ -179,12 +179,14 @@ def make_handle(
     """A handle of rows [start, length) of `table`, of a static cache with room for `places`; role: KEYS or VALUES."""
     if table.released:
         raise ReleasedHandle("A paged key/value cache")
-    layout = table.pool.layout
-    rows, heads = length - start if places is None else places, layout.num_kv_heads
-    middle = (heads, rows) if seq_dim == 2 else (rows, heads)
-    with torch.inference_mode(False):
-        handle = PagedKVTensor((table.batch, *middle, layout.head_dim), layout.model_dtype, table.pool.device)
-        handle._marker = torch.empty(0, dtype=layout.model_dtype, device=table.pool.device)
+    rows, heads, marker = length - start if places is None else places, table.num_kv_heads, table.marker
+    shape = (table.batch, heads, rows, table.head_dim) if seq_dim == 2 else (table.batch, rows, heads, table.head_dim)
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            handle = PagedKVTensor(shape, marker.dtype, marker.device)
+    else:
+        handle = PagedKVTensor(shape, marker.dtype, marker.device)
+    handle._marker = marker
     handle.table, handle.role, handle.start, handle.length, handle.seq_dim = table, role, start, length, seq_dim
     handle.places = places
     table.register(handle)

@@ -56,6 +56,9 @@ class PageState:
         self.base = 0
         self.pages: dict[int, list[int]] = {}
         self.released = False
+        self.marker = pool.marker
+        self.page_size, self.group_size = pool.layout.page_size, pool.layout.group_size
+        self.num_kv_heads, self.head_dim = pool.layout.num_kv_heads, pool.layout.head_dim
         self._use(DeviceState.new(pool.layout, batch, FIRST_MAX_PAGES, pool.device))
 
     def _use(self, state: DeviceState) -> None:

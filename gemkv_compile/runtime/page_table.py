@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,8 @@ from gemkv_compile.errors import GemkvError, ReleasedHandle
 from gemkv_compile.runtime.page_state import PageState
 from gemkv_compile.runtime.pool import PagePool
 from gemkv_compile.runtime.reservation import Reservation
+
+MANY_HANDLES = 64  # dead ones included, until they are looked through
 
 
 class PageTable(PageState):
@@ -32,7 +35,8 @@ class PageTable(PageState):
         self.last_selection: tuple[Any, weakref.ref[PageTable]] | None = None  # see `handle_views.select_rows`
         self._reservation: Reservation | None = None
         self._lock = threading.RLock()
-        self._handles: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
+        self._handles: deque[weakref.ref[Any]] = deque()  # any thread appends; only a claim takes out
+        self._room_for_handles = MANY_HANDLES
 
     def __del__(self) -> None:
         for addresses in getattr(self, "pages", {}).values():
@@ -48,11 +52,26 @@ class PageTable(PageState):
 
     def register(self, handle: Any) -> None:
         """Note that `handle` can see rows from `handle.start` on, for as long as it lives."""
-        self._handles[id(handle)] = handle
+        self._handles.append(weakref.ref(handle))
 
     def unregister(self, handle: Any) -> None:
-        """Note that `handle` stands for rows of another table now."""
-        self._handles.pop(id(handle), None)
+        """Hold no reference to `handle`, for a caller that has claimed the table or alone knows it."""
+        for _ in range(len(self._handles)):
+            ref = self._handles.popleft()
+            if ref() is not handle:
+                self._handles.append(ref)
+
+    def _living_handles(self) -> list[Any]:
+        """Handles of this table, for a caller that has claimed it; those that are dead are forgotten."""
+        alive = []
+        for _ in range(len(self._handles)):
+            ref = self._handles.popleft()
+            handle = ref()
+            if handle is not None and handle.table is self:
+                self._handles.append(ref)
+                alive.append(handle)
+        self._room_for_handles = max(MANY_HANDLES, 2 * len(alive))
+        return alive
 
     def claim(self) -> None:
         """Wait for other threads that use this table, and keep them out until `end` or `unclaim`."""
@@ -95,14 +114,15 @@ class PageTable(PageState):
             ReleasedHandle: the table was released.
             GemkvError: an append is under way.
         """
-        layout = self.pool.layout
         if self.released:
             raise ReleasedHandle("A paged key/value cache")
         if self._reservation is not None:
             raise GemkvError("This page table has an append under way: commit or abort it before the next one begins.")
-        if self.pages and next(iter(self.pages)) < start // layout.page_size:
+        if start and self.pages and next(iter(self.pages)) < start // self.page_size:
             self.release_unreachable()
-        first, last = self.length // layout.group_size, (self.length + num_tokens) // layout.group_size
+        if len(self._handles) > self._room_for_handles:
+            self._living_handles()
+        first, last = self.length // self.group_size, (self.length + num_tokens) // self.group_size
         self._reservation = Reservation(self.pages)
         if first < last:
             try:
@@ -165,7 +185,7 @@ class PageTable(PageState):
 
     def release_unreachable(self) -> None:
         """Give back every page that no living handle can see."""
-        alive = [handle for ref in self._handles.valuerefs() if (handle := ref()) is not None]
+        alive = self._living_handles()
         if not alive:
             return
         first = min(handle.start for handle in alive) // self.pool.layout.page_size

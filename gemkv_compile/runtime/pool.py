@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -49,6 +50,7 @@ class PagePool:
         self.layout = layout
         self.device = device
         self.limit = limit
+        self.marker = marker_of(layout.model_dtype, device)
         self._slabs: dict[int, Slab] = {}  # base address -> slab
         self._slab_of: dict[int, int] = {}  # page in use -> base address of its slab
         self._references: Counter[int] = Counter()
@@ -169,6 +171,13 @@ class PagePool:
         empty = [base for base, slab in self._slabs.items() if len(slab.free) == slab.num_pages]
         for base in empty[1:]:
             del self._slabs[base]
+
+
+@functools.cache
+def marker_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The empty tensor inside every handle of a dtype and device: one object, so that Dynamo guards it once."""
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 class PoolSet:

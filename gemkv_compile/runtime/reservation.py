@@ -11,7 +11,7 @@ from gemkv_compile.runtime.page_state import PageState
 from gemkv_compile.runtime.pool import PagePool
 
 
-@dataclass
+@dataclass(slots=True)
 class Reservation:
     """What `PageTable.begin` changes, noted before each change, so that as much as has happened can be undone.
 

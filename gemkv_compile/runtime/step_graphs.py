@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from gemkv_compile.compat import same_addresses
-from gemkv_compile.plan import AlignedPadding, Argument, CallPlan, State
+from gemkv_compile.plan import AlignedPadding, Argument, CallPlan, SizeTensor, State
 from gemkv_compile.runtime.handle import PagedKVTensor
 from gemkv_compile.runtime.padding import copy_padding, padding_columns
 from gemkv_compile.runtime.page_table import PageTable
@@ -72,34 +72,28 @@ class Capture:
     failed: bool = False
 
 
-@dataclass
-class CaptureList:
-    """The captures of one inner compile, which several graphs of Dynamo may share."""
-
-    captures: list[Capture] = field(default_factory=list)
-    moved: set[int] = field(default_factory=set)  # positions of inputs that were not where they had been
-
-
 class StepGraphs:
     """Runs the decode steps of an executable as CUDA graphs.
 
     Args:
         inner: The compiled rewritten graph, proven to be one and the same for every length of its caches.
         plan: How to call it.
-        shared: What other executables of the same inner compile have captured.
+        captures: What this and other executables of the same inner compile have captured, newest first.
         say: Takes each sentence about what was captured, or why it was not.
     A batch size's first step runs as it is, on the captured step's memory, so that kernels are compiled and loaded;
     the second is recorded and replayed, as all later ones are.
     """
 
     def __init__(
-        self, inner: Callable[..., Any], plan: CallPlan, shared: CaptureList, say: Callable[[str], None]
+        self, inner: Callable[..., Any], plan: CallPlan, captures: list[Capture], say: Callable[[str], None]
     ) -> None:
         self._inner = inner
         self._plan = plan
-        self._shared = shared
+        self._captures = captures
+        self._moved: set[int] = set()  # positions of inputs that were not where they had been
         self._say = say
         self._said: set[str] = set()
+        self._sizes = [(i, source.size) for i, source in enumerate(plan.inputs) if isinstance(source, SizeTensor)]
         self._keeps = [table.keep for table in plan.tables]
         self._last: tuple[Capture, list[int], list[int]] | None = None
 
@@ -121,6 +115,8 @@ class StepGraphs:
             for number, buffer in capture.paddings.items():
                 padding = self._plan.paddings[number]
                 copy_padding(padding, given, starts[padding.table], buffer)
+            for position, size in self._sizes:
+                capture.inputs[position].fill_(size if isinstance(size, int) else size(given))
             if copied:
                 buffers = [capture.inputs[position] for position in capture.copied]
                 torch._foreach_copy_(buffers, [given[index] for index in copied])
@@ -157,7 +153,7 @@ class StepGraphs:
         """The capture that serves a call, and the arguments that it copies and that it reads where they are."""
         if self._last is not None and self._fits(*self._last, given, tables, starts):
             return self._last
-        for capture in self._shared.captures:
+        for capture in self._captures:
             found = capture, self._arguments(capture.copied), self._arguments(capture.fixed)
             if self._fits(*found, given, tables, starts):
                 self._last = found
@@ -165,7 +161,8 @@ class StepGraphs:
         made = self._make(given, tables, starts)
         if made is None:
             return None
-        self._shared.captures = [made, *self._shared.captures[: MAX_CAPTURES - 1]]
+        self._captures.insert(0, made)
+        del self._captures[MAX_CAPTURES:]
         self._last = made, self._arguments(made.copied), self._arguments(made.fixed)
         return self._last
 
@@ -206,6 +203,9 @@ class StepGraphs:
         for position, source in enumerate(self._plan.inputs):
             if isinstance(source, State):
                 inputs.append(getattr(slot.states[source.table], source.field))
+            elif isinstance(source, SizeTensor):
+                with torch.inference_mode(False):
+                    inputs.append(torch.empty((), dtype=torch.int64, device=source.device))
             elif isinstance(source, AlignedPadding):
                 plan = self._plan.paddings[source.padding]
                 columns = padding_columns(plan, given, starts[plan.table])
@@ -238,14 +238,14 @@ class StepGraphs:
         """Whether an input is read where it is: what belongs to the model, and what is large and has not moved yet."""
         if isinstance(value, torch.nn.Parameter) or getattr(value, "_dynamo_static_input_type", None) is not None:
             return True
-        return value.nbytes > SMALL_INPUT and position not in self._shared.moved
+        return value.nbytes > SMALL_INPUT and position not in self._moved
 
     def _note_moved(self, given: list[Any]) -> None:
-        for capture in self._shared.captures:
+        for capture in self._captures:
             for position, address in zip(capture.fixed, capture.addresses, strict=True):
                 (index,) = self._arguments([position])
                 if given[index].data_ptr() != address:
-                    self._shared.moved.add(position)
+                    self._moved.add(position)
 
     def _tell(self, sentence: str) -> None:
         if sentence not in self._said:
