@@ -21,7 +21,7 @@ from gemkv_compile.compat import (
 )
 from gemkv_compile.compat_flex import inline_create_block_mask, keep_attributes_after_subgraphs
 from gemkv_compile.errors import GemkvError, RewriteFailed, StrictError, UncompiledGenerate
-from gemkv_compile.inner import InnerCompiler, InnerGraph, choose_inner, shared_compiles
+from gemkv_compile.inner import InnerCompiler, InnerGraph, by_layers, choose_inner, shared_compiles
 from gemkv_compile.memory_formula import dense_bytes, paged_bytes
 from gemkv_compile.options import Options
 from gemkv_compile.passes.boundaries import Boundaries, Break, boundaries_of
@@ -109,6 +109,8 @@ def compile_graph(
         seconds, text = clock.seconds, found.before
         report = GraphReport(found.sites, (), text, text, inner.name, False, seconds, recompiled=recompile_reason())
         return compiled, report
+    if options.split_layers and inner.name == "inductor":
+        inner = by_layers(inner)
     with clock("inner compile"):
         compiled = shared_compiles.compile(inner, found.module, found.example_inputs)
     with clock("describe"):

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from gemkv_compile.compat import compile_settings
 from gemkv_compile.errors import InvalidOption
+from gemkv_compile.passes.lens import value_of
 from gemkv_compile.passes.printing import describe, format_graph
+from gemkv_compile.passes.split_layers import NUMBERS, Part, split_layers
 from gemkv_compile.passes.symbols import free_symbols
 
 Compiled = Callable[..., Any]
@@ -93,9 +95,7 @@ class SharedCompiles:
 
     def compile(self, inner: InnerCompiler, module: GraphModule, examples: Sequence[Any]) -> InnerGraph:
         """The compiled graph."""
-        # Two functions may have one name, so the key holds the functions themselves.
-        targets = tuple(node.target for node in module.graph.nodes if node.op == "call_function")
-        key = (inner.identity, compile_settings(), graph_key(module, examples), targets)
+        key = (inner.identity, compile_settings(), graph_key(module, examples), _targets(module))
         shareable = not any(node.op in ("get_attr", "call_module") for node in module.graph.nodes)
         shareable = shareable and not (inner.adds_guards and free_symbols(_sizes_of_the_call(module)))
         with self._lock:
@@ -119,6 +119,83 @@ class SharedCompiles:
 
 
 shared_compiles = SharedCompiles()
+
+
+def by_layers(inner: InnerCompiler) -> InnerCompiler:
+    """A compiler that compiles the layers of a graph one by one, equal ones once, and calls them one after another.
+
+    A graph without layers, or one that may need gradients, is compiled as a whole.
+    """
+
+    def compile_parts(module: GraphModule, examples: Sequence[Any]) -> Compiled:
+        parts = [] if torch.is_grad_enabled() else split_layers(module.graph)
+        if not parts:
+            return inner.compile(module, examples)
+        known: dict[Any, Compiled] = {}
+        calls = []
+        for part in parts:
+            given = [value_of(node) for node in part.inputs]
+            # Within one graph a compile may rely on its symbols; `shared_compiles` knows none.
+            key = (_exact_key(part.module, given), _targets(part.module))
+            if key not in known:
+                known[key] = shared_compiles.compile(inner, part.module, given).call
+            calls.append(known[key])
+        return Chain(module.graph, parts, calls)
+
+    return InnerCompiler(f"{inner.name}, layer by layer", compile_parts, inner.adds_guards, ("layers", inner.identity))
+
+
+class Chain:
+    """Calls the parts of a graph in order.
+
+    Args:
+        graph: The whole graph.
+        parts, calls: Its parts, and what each was compiled to.
+    """
+
+    def __init__(self, graph: Graph, parts: Sequence[Part], calls: Sequence[Compiled]) -> None:
+        places: dict[Node, int] = {}
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                places[node] = len(places)
+        last_use: dict[Node, int] = {}
+        for i, part in enumerate(parts):
+            last_use |= dict.fromkeys(part.inputs, i)
+            places |= {node: len(places) + j for j, node in enumerate(part.outputs)}
+        (output,) = (node for node in graph.nodes if node.op == "output")
+        kept = set(output.all_input_nodes)
+        self._outputs = [places[each] if isinstance(each, Node) else each for each in output.args[0]]
+        self._is_place = [isinstance(each, Node) for each in output.args[0]]
+        self._num_places = len(places)
+        self._steps = []
+        for i, (part, call) in enumerate(zip(parts, calls, strict=True)):
+            done = [places[node] for node, last in last_use.items() if last == i and node not in kept]
+            self._steps.append((call, [places[n] for n in part.inputs], [places[n] for n in part.outputs], done))
+
+    def __call__(self, *args: Any) -> tuple[Any, ...]:
+        values = [*args, *[None] * (self._num_places - len(args))]
+        for call, inputs, outputs, done in self._steps:
+            results = call(*[values[i] for i in inputs])
+            for place, result in zip(outputs, results, strict=True):
+                values[place] = result
+            for place in done:  # memory of what no later part takes
+                values[place] = None
+        pairs = zip(self._outputs, self._is_place, strict=True)
+        return tuple(values[each] if is_place else each for each, is_place in pairs)
+
+
+def _targets(module: GraphModule) -> tuple[Any, ...]:
+    """The functions themselves: two may have one name."""
+    return tuple(node.target for node in module.graph.nodes if node.op == "call_function")
+
+
+def _exact_key(module: GraphModule, examples: Sequence[Any]) -> str:
+    """Text that two graphs of one trace share only if they compute the same of the same symbols."""
+    return "\n".join([format_graph(module.graph), *map(_layout, examples), *map(str, filter(_is_number, examples))])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, *NUMBERS))
 
 
 def graph_key(module: GraphModule, examples: Sequence[Any]) -> str:

@@ -29,6 +29,8 @@ class Options:
             default: it has been tested with a stand-in on a CPU only so far.
         inner: Compiler of the rewritten graph: "auto" (Inductor on a GPU, the graph as it is on a CPU), "inductor",
             "eager", the name of another torch.compile backend, or a backend function.
+        split_layers: Compile the layers of a graph one by one, equal ones once, when Inductor compiles it: a shorter
+            first call, and no fusion across layers. Graphs that need gradients are compiled as a whole.
         prefill: Engine for prefill attention. Only "auto" in this version.
         drop: Policy that drops cached tokens. Only None in this version.
         pool_bytes: Most bytes that one page pool may reserve. None: no limit.
@@ -44,6 +46,7 @@ class Options:
     strict: bool = False
     cuda_graphs: bool = False
     inner: str | Callable[..., Any] = "auto"
+    split_layers: bool = False
     prefill: str = "auto"
     drop: None = None
     pool_bytes: int | None = None
@@ -70,8 +73,9 @@ class Options:
             raise InvalidOption(
                 f"inner must be one of {INNER_COMPILERS}, a backend's name or a function, got {self.inner!r}."
             )
-        if not isinstance(self.cuda_graphs, bool):
-            raise InvalidOption(f"cuda_graphs must be True or False, got {self.cuda_graphs!r}.")
+        for name in ("cuda_graphs", "split_layers"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidOption(f"{name} must be True or False, got {getattr(self, name)!r}.")
         _not_yet("prefill", self.prefill, "auto")
         _not_yet("drop", self.drop, None)
         if not isinstance(self.shadow, int) or isinstance(self.shadow, bool) or self.shadow < 0:

@@ -1,5 +1,6 @@
 """Decode steps that are captured and replayed; on a CPU `replayed.Replayed` stands for a CUDA graph."""
 
+import copy
 import gc
 import weakref
 
@@ -43,18 +44,17 @@ def said(model):
 def test_one_capture_serves_every_length_prompt_and_cache(recorded):
     """C4: prompts on both sides of the window, each with a new cache."""
     model = compiled("gemma3")
-    for tokens, steps in ((20, 80), (33, 30), (3, 40), (61, 10)):
+    for tokens, steps in ((20, 50), (3, 30), (61, 10)):
         assert torch.equal(greedy(model, tokens, steps, seed=tokens), expected("gemma3", tokens, steps, seed=tokens))
-    assert len(recorded) == 1 and recorded[0].replays > 100
+    assert len(recorded) == 1 and recorded[0].replays > 60
     assert "captured for 1 sequences" in said(model)
 
 
-@pytest.mark.parametrize("batch", [2, 3])
-def test_one_capture_a_batch_size(recorded, batch):
+def test_one_capture_a_batch_size(recorded):
     model = compiled("llama")
     greedy(model, 12, 10)
     for tokens in (20, 9):
-        assert torch.equal(greedy(model, tokens, batch=batch), expected("llama", tokens, batch=batch))
+        assert torch.equal(greedy(model, tokens, 15, batch=2), expected("llama", tokens, 15, batch=2))
     assert len(recorded) == 2
 
 
@@ -104,32 +104,29 @@ def start(model, tokens, seed):
 
 def test_caches_that_take_turns(recorded):
     model, plain = (compiled("gemma3", kv_format="int8", cuda_graphs=on) for on in (True, False))
-    alone = [steps(plain, start(plain, 20 + i, i), 7, 70) for i in (0, 1)]
+    alone = [steps(plain, start(plain, 20 + i, i), 7, 50) for i in (0, 1)]
     caches = [start(model, 20 + i, i) for i in (0, 1)]
     rows = [[], []]
-    for _ in range(14):
+    for _ in range(10):
         for i in (0, 1):
             rows[i].append(steps(model, caches[i], 7, 5))
     assert len(recorded) == 1
     for i in (0, 1):
         torch.testing.assert_close(torch.cat(rows[i]), alone[i], rtol=1e-4, atol=1e-4)
-        assert caches[i].get_seq_length() == 90 + i
+        assert caches[i].get_seq_length() == 70 + i
 
 
 def test_an_older_cache_is_continued(recorded):
     """Two continuations of one past: the table forks, and both are right."""
-    import copy
-
-    model = compiled("llama")
-    first = start(model, 20, 0)
-    steps(model, first, 5, 4)
-    second = copy.deepcopy(first)
-    ours = [steps(model, cache, token, 6) for cache, token in ((first, 9), (second, 11))]
-    for token, rows in zip((9, 11), ours, strict=True):
-        other = compiled("llama", cuda_graphs=False)
-        cache = start(other, 20, 0)
-        steps(other, cache, 5, 4)
-        torch.testing.assert_close(rows, steps(other, cache, token, 6), rtol=1e-4, atol=1e-4)
+    outs = []
+    for on in (True, False):
+        model = compiled("llama", cuda_graphs=on)
+        first = start(model, 20, 0)
+        steps(model, first, 5, 4)
+        second = copy.deepcopy(first)
+        outs.append([steps(model, cache, token, 6) for cache, token in ((first, 9), (second, 11), (first, 3))])
+    for ours, theirs in zip(*outs, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_a_table_that_outgrows_its_slot(recorded, monkeypatch):
@@ -137,7 +134,7 @@ def test_a_table_that_outgrows_its_slot(recorded, monkeypatch):
 
     monkeypatch.setattr(state_slot, "FULL_COLUMNS", 2)
     model = compiled("llama", page_size=16, group_size=16)
-    assert torch.equal(greedy(model, 20, 300), expected("llama", 20, 300))
+    assert torch.equal(greedy(model, 20, 90), expected("llama", 20, 90))
     assert 2 <= len(recorded) <= 4
 
 
@@ -168,8 +165,7 @@ def test_a_capture_that_fails(monkeypatch, caplog):
     monkeypatch.setitem(step_graphs.RECORDERS, "cpu", refuse)
     model = compiled("gemma3")
     with caplog.at_level("INFO", "gemkv_compile"):
-        assert torch.equal(greedy(model, 20), expected("gemma3", 20))
-        greedy(model, 24)
+        assert torch.equal(greedy(model, 20, 10), expected("gemma3", 20, 10))
     assert len([line for line in said(model) if "not permitted" in line]) == 1
     assert caplog.text.count("not permitted") == 1
 
@@ -177,7 +173,7 @@ def test_a_capture_that_fails(monkeypatch, caplog):
 def test_a_replay_that_is_interrupted(recorded):
     """The cache is what it was, and the next step is right."""
     model = compiled("gemma3", kv_format="int8")
-    cache, reference = start(model, 20, 0), start(model, 20, 0)
+    cache, reference = start(model, 50, 0), start(model, 50, 0)
     assert torch.equal(steps(model, cache, 7, 5), steps(model, reference, 7, 5))
     replay = recorded[0].replay
 
@@ -185,7 +181,7 @@ def test_a_replay_that_is_interrupted(recorded):
         replay()
         raise KeyboardInterrupt
 
-    for _ in range(50):  # a group is completed on the way
+    for _ in range(12):  # a group is completed on the way
         recorded[0].replay = interrupted
         length = cache.get_seq_length()
         with pytest.raises(KeyboardInterrupt):
@@ -244,11 +240,11 @@ def test_threads(recorded):
     import threading
 
     model = compiled("gemma3")
-    alone = [steps(model, start(model, 20 + i, i), 7, 40) for i in range(3)]
+    alone = [steps(model, start(model, 20 + i, i), 7, 15) for i in range(3)]
     caches, results = [start(model, 20 + i, i) for i in range(3)], [None] * 3
 
     def work(i):
-        results[i] = steps(model, caches[i], 7, 40)
+        results[i] = steps(model, caches[i], 7, 15)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
     for thread in threads:

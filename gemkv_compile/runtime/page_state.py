@@ -161,8 +161,10 @@ class PageState:
 
 
 def _write(page_table: torch.Tensor, entries: dict[int, list[int]]) -> None:
+    """Write entries (page index -> address of each sequence) to their columns; no wait for the device."""
     if entries:
-        device = page_table.device
-        columns = torch.tensor([i % page_table.shape[1] for i in entries], device=device)
-        addresses = torch.tensor(list(entries.values()), dtype=torch.int64, device=device)
-        page_table[:, columns] = addresses.T
+        device, columns = page_table.device, [i % page_table.shape[1] for i in entries]
+        rows = [columns, *zip(*entries.values(), strict=True)]
+        numbers = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+        numbers = numbers.to(device, non_blocking=True)
+        page_table[:, numbers[0]] = numbers[1:]
