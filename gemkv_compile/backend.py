@@ -112,7 +112,7 @@ def compile_graph(
     if options.split_layers and inner.name == "inductor":
         inner = by_layers(inner)
     with clock("inner compile"):
-        compiled = shared_compiles.compile(inner, found.module, found.example_inputs)
+        rewritten = shared_compiles.compile(inner, found.module, found.example_inputs)
     with clock("describe"):
         after = format_graph(found.module.graph)
     length = found.length
@@ -122,14 +122,14 @@ def compile_graph(
         found.before,
         after,
         inner.name,
-        compiled.is_shared,
+        rewritten.is_shared,
         clock.seconds,
         recompiled=recompile_reason(),
         length_free=None if length is None else length.is_free,
         length_reason="" if length is None or length.is_free else f"{length.sentence} {length.source}".strip(),
     )
-    steps = _step_graphs(compiled, found, options, report)
-    executable = Executable(compiled.call, gm, found.plan, steps)
+    steps = _step_graphs(rewritten, found, options, report)
+    executable = Executable(rewritten.call, gm, found.plan, steps)
     if not options.shadow or not found.plan.tables:
         return executable, report
     if any(table.buffer is not None for table in found.plan.tables):

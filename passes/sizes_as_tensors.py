@@ -94,8 +94,7 @@ def _arange_bounds(node: Node) -> tuple[Any, int] | None:
     ):
         return None
     length = static_int(value_of(end) - value_of(start))
-    dtype = node.kwargs.get("dtype")
-    integral = dtype is None or not dtype.is_floating_point  # float numbers of an arange are rounded in another order
+    integral = not value_of(node).is_floating_point()  # float numbers of an arange are rounded in another order
     return None if length is None or not integral else (start, length)
 
 

@@ -76,7 +76,7 @@ class SlotSet:
         key = tuple((table.pool, table.batch, _columns(table, keep)) for table, keep in zip(tables, keeps, strict=True))
         with self._lock:
             if key not in self._slots:
-                self._slots[key] = StateSlot(*map(list, zip(*key, strict=True)))  # type: ignore[arg-type]
+                self._slots[key] = StateSlot(*map(list, zip(*key, strict=True)))
             return self._slots[key]
 
     def clear(self) -> None:
