@@ -8,9 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from gemkv_compile.errors import InvalidOption
+from gemkv_compile.kernels.layout import KV_FORMATS
 
-KV_FORMATS = ("int8", "model")
-PLANNED_FORMATS = ("k8v4", "int4")
 INNER_COMPILERS = ("auto", "inductor", "eager")
 
 
@@ -53,8 +52,6 @@ class Options:
     shadow: int = 0
 
     def __post_init__(self) -> None:
-        if self.kv_format in PLANNED_FORMATS:
-            raise InvalidOption(f"kv_format={self.kv_format!r} is not in this version; use one of {KV_FORMATS}.")
         _one_of("kv_format", self.kv_format, KV_FORMATS)
         _positive("group_size", self.group_size)
         if self.group_size % 16:

@@ -1,19 +1,20 @@
-"""The integer format of pages: signed 8-bit codes with a float16 scale and zero-point per group and channel."""
+"""The integer formats of pages: signed 8- or 4-bit codes with a float16 scale and zero-point per group and channel."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-MAX_CODE = 127  # codes are symmetric: -128 is never stored
+MAX_CODE = {8: 127, 4: 7}  # by bits; codes are symmetric: -128 and -8 are never stored
 HALF_MAX = torch.finfo(torch.float16).max
 
 
-def quantise_groups(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def quantise_groups(x: Tensor, bits: int = 8) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise groups of tokens, each channel of a group on its own range.
 
     Args:
         x: Keys or values, [..., group_size, head_dim], any float dtype; the arithmetic is float32.
+        bits: 8 or 4; codes are -127 .. 127 or -7 .. 7.
     Returns:
         codes [..., group_size, head_dim] int8, scale [..., head_dim] float16 and zero [..., head_dim] float16 with
         |codes * scale + zero - x| <= scale / 2. A channel whose range needs a scale beyond float16 (values above 8e6)
@@ -24,10 +25,10 @@ def quantise_groups(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     low, high = x.amin(-2), x.amax(-2)
     zero = (low * 0.5 + high * 0.5).clamp(-HALF_MAX, HALF_MAX).to(torch.float16)
     middle = zero.to(torch.float32)
-    scale = _smallest_scale(torch.maximum(high - middle, middle - low))
+    scale = _smallest_scale(torch.maximum(high - middle, middle - low), MAX_CODE[bits])
     codes = (x - middle.unsqueeze(-2)).div_(scale.to(torch.float32).unsqueeze(-2)).round_()
     # A NaN has no defined integer value; its channel's scale already marks it.
-    codes = codes.clamp_(-MAX_CODE, MAX_CODE).nan_to_num_(0.0).to(torch.int8)
+    codes = codes.clamp_(-MAX_CODE[bits], MAX_CODE[bits]).nan_to_num_(0.0).to(torch.int8)
     return codes, scale, zero
 
 
@@ -44,6 +45,26 @@ def dequantise_groups(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     return scaled.add_(zero.to(torch.float32).unsqueeze(-2))
 
 
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Codes as they are stored.
+
+    Args:
+        codes: [..., head_dim] int8.
+        bits: 8 or 4.
+    Returns:
+        int8: the codes, or [..., head_dim / 2] with channel d in the low nibble and d + head_dim / 2 in the high one.
+    """
+    if bits == 8:
+        return codes
+    low, high = codes.chunk(2, dim=-1)
+    return (low & 15) | (high << 4)
+
+
+def unpack_codes(stored: Tensor, bits: int) -> Tensor:
+    """Invert `pack_codes`: stored int8 [..., head_dim * bits / 8] to codes [..., head_dim] int8."""
+    return stored if bits == 8 else torch.cat(((stored << 4) >> 4, stored >> 4), dim=-1)
+
+
 def clamp_finite(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x (float32, any shape) with finite numbers beyond the range of `dtype` at its ends; inf and NaN stay.
 
@@ -54,10 +75,10 @@ def clamp_finite(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(x.isfinite(), x.clamp(-HALF_MAX, HALF_MAX), x)
 
 
-def _smallest_scale(reach: Tensor) -> Tensor:
-    """The smallest float16 scale with 127 * scale >= reach (float32, >= 0), and 1 where reach is 0."""
-    scale = (reach / MAX_CODE).to(torch.float16)
-    # 127 * scale is exact in float32; the next float16 above a non-negative one has the next bit pattern.
-    short = scale.to(torch.float32) * MAX_CODE < reach
+def _smallest_scale(reach: Tensor, max_code: int) -> Tensor:
+    """The smallest float16 scale with max_code * scale >= reach (float32, >= 0), and 1 where reach is 0."""
+    scale = (reach / max_code).to(torch.float16)
+    # max_code * scale is exact in float32; the next float16 above a non-negative one has the next bit pattern.
+    short = scale.to(torch.float32) * max_code < reach
     scale = (scale.view(torch.int16) + short).view(torch.float16)
     return scale.masked_fill(scale == 0, 1.0)

@@ -11,8 +11,15 @@ tokens of one head:
     V scale     [head_dim]  float16
     V zero      [head_dim]  float16
 
-With int8 a group takes 2 * group_size * head_dim + 8 * head_dim bytes, which is a multiple of 128 for every head_dim
-that is a multiple of 16 and group_size 64: each group is one aligned, contiguous tile.
+4-bit codes are packed by channel: K rows are [group_size, head_dim / 2] and V columns [head_dim / 2, group_size] bytes,
+with channel d in the low nibble and channel d + head_dim / 2 in the high one, each in two's complement. So the two
+nibbles of a loaded tile are the two halves of the channels of the same tokens: q . k is the sum of two products, one
+per half of q, and P @ V is two products with the same weights, without any exchange between threads. Packing tokens
+instead would split the softmax.
+
+A group takes (k_bits + v_bits) / 8 * group_size * head_dim + 8 * head_dim bytes, and every part of it starts at a
+multiple of 16 bytes for every head_dim and group_size that is a multiple of 16; with group_size 64 each group is one
+contiguous tile whose size is a multiple of 128.
 """
 
 from __future__ import annotations
@@ -27,7 +34,10 @@ from gemkv_compile.errors import InvalidOption, UnsupportedDtype, UnsupportedHea
 FORMAT_VERSION = 1
 """Changes whenever the meaning of a byte in a page changes; part of every operator call, hence of every cache key."""
 
-KV_FORMATS = ("int8", "model")
+CODE_BITS = {"int8": (8, 8), "k8v4": (8, 4), "int4": (4, 4)}
+"""Bits of a key's and of a value's code, by quantised format."""
+
+KV_FORMATS = (*CODE_BITS, "model")
 MODEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FIRST_MAX_PAGES = 8  # columns of a new page table; they grow in powers of two
 SCALE_DTYPE = torch.float16
@@ -43,7 +53,7 @@ class PageLayout:
         head_dim: Channels of a head, a multiple of 16 in [16, 512].
         page_size: Tokens in a page, a multiple of group_size.
         group_size: Tokens that share a scale and a zero-point.
-        kv_format: "int8" or "model".
+        kv_format: One of KV_FORMATS.
         model_dtype: Dtype of the model's keys and values (float16, bfloat16 or float32).
     Raises:
         UnsupportedHeadDim, UnsupportedDtype, InvalidOption: a value outside these ranges.
@@ -75,8 +85,18 @@ class PageLayout:
 
     @property
     def element_dtype(self) -> torch.dtype:
-        """Dtype of the stored K and V elements."""
+        """Dtype of the stored K and V elements; 4-bit codes are int8, two in one."""
         return torch.int8 if self.is_quantised else self.model_dtype
+
+    @property
+    def k_bits(self) -> int:
+        """Bits of a stored number of a key."""
+        return CODE_BITS[self.kv_format][0] if self.is_quantised else 8 * self.model_dtype.itemsize
+
+    @property
+    def v_bits(self) -> int:
+        """Bits of a stored number of a value."""
+        return CODE_BITS[self.kv_format][1] if self.is_quantised else 8 * self.model_dtype.itemsize
 
     @property
     def groups_per_page(self) -> int:
@@ -84,9 +104,14 @@ class PageLayout:
         return self.page_size // self.group_size
 
     @cached_property
-    def plane_bytes(self) -> int:
-        """Bytes of the K rows (equally of the V columns) of one group."""
-        return self.group_size * self.head_dim * self.element_dtype.itemsize
+    def k_bytes(self) -> int:
+        """Bytes of the K rows of one group."""
+        return self.group_size * self.head_dim * self.k_bits // 8
+
+    @cached_property
+    def v_bytes(self) -> int:
+        """Bytes of the V columns of one group."""
+        return self.group_size * self.head_dim * self.v_bits // 8
 
     @cached_property
     def scale_bytes(self) -> int:
@@ -96,7 +121,7 @@ class PageLayout:
     @cached_property
     def group_bytes(self) -> int:
         """Bytes of one group of one head."""
-        return 2 * self.plane_bytes + self.scale_bytes
+        return self.k_bytes + self.v_bytes + self.scale_bytes
 
     @cached_property
     def page_bytes(self) -> int:

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from gemkv_compile.compat import bytes_at
-from gemkv_compile.kernels.formats import clamp_finite, dequantise_groups, quantise_groups
+from gemkv_compile.kernels.formats import clamp_finite, dequantise_groups, pack_codes, quantise_groups, unpack_codes
 from gemkv_compile.kernels.layout import SCALE_DTYPE, SCALE_PLANES, PageLayout
 
 
 class GroupViews(NamedTuple):
     """The parts of some groups, as views.
 
-    k: [..., group_size, head_dim] element dtype.
-    v: [..., head_dim, group_size] element dtype.
+    k: [..., group_size, head_dim] element dtype; of 4-bit codes [..., group_size, head_dim / 2], two in one.
+    v: [..., head_dim, group_size] element dtype; of 4-bit codes [..., head_dim / 2, group_size].
     scales: [..., 4, head_dim] float16 (K scale, K zero, V scale, V zero), or None in format "model".
     """
 
@@ -34,13 +34,20 @@ def page_bytes(address: int, layout: PageLayout, device: torch.device) -> Tensor
 
 def split_groups(data: Tensor, layout: PageLayout) -> GroupViews:
     """Views of the parts of groups, from their bytes [..., group_bytes] uint8."""
-    plane, dtype = layout.plane_bytes, layout.element_dtype
-    k = data[..., :plane].view(dtype).unflatten(-1, (layout.group_size, layout.head_dim))
-    v = data[..., plane : 2 * plane].view(dtype).unflatten(-1, (layout.head_dim, layout.group_size))
+    k_end, group, dtype = layout.k_bytes, layout.group_size, layout.element_dtype
+    k = data[..., :k_end].view(dtype).unflatten(-1, (group, -1))
+    v = data[..., k_end : k_end + layout.v_bytes].view(dtype).unflatten(-1, (-1, group))
     if not layout.is_quantised:
         return GroupViews(k, v, None)
-    scales = data[..., 2 * plane :].view(SCALE_DTYPE).unflatten(-1, (SCALE_PLANES, layout.head_dim))
+    scales = data[..., k_end + layout.v_bytes :].view(SCALE_DTYPE).unflatten(-1, (SCALE_PLANES, layout.head_dim))
     return GroupViews(k, v, scales)
+
+
+def unpack_groups(views: GroupViews, layout: PageLayout) -> tuple[Tensor, Tensor]:
+    """Keys and values of groups, each [..., group_size, head_dim]: numbers of the model, or codes int8."""
+    if not layout.is_quantised:
+        return views.k, views.v.mT
+    return unpack_codes(views.k, layout.k_bits), unpack_codes(views.v.mT, layout.v_bits)
 
 
 def group_views(address: int, layout: PageLayout, device: torch.device) -> GroupViews:
@@ -59,9 +66,10 @@ def pack_groups(k: Tensor, v: Tensor, layout: PageLayout) -> Tensor:
     data = torch.empty(*k.shape[:-2], layout.group_bytes, dtype=torch.uint8, device=k.device)
     views = split_groups(data, layout)
     if views.scales is not None:
-        k, k_scale, k_zero = quantise_groups(k)
-        v, v_scale, v_zero = quantise_groups(v)
+        k, k_scale, k_zero = quantise_groups(k, layout.k_bits)
+        v, v_scale, v_zero = quantise_groups(v, layout.v_bits)
         views.scales.copy_(torch.stack((k_scale, k_zero, v_scale, v_zero), dim=-2))
+        k, v = pack_codes(k, layout.k_bits), pack_codes(v, layout.v_bits)
     views.k.copy_(k)
     views.v.copy_(v.mT)
     return data
@@ -100,11 +108,12 @@ def read_groups(data: Tensor, layout: PageLayout) -> tuple[Tensor, Tensor]:
         k, v: [..., n * group_size, head_dim] float32.
     """
     views = split_groups(data, layout)
+    k, v = unpack_groups(views, layout)
     if views.scales is None:
-        k, v = views.k.to(torch.float32), views.v.mT.to(torch.float32)
+        k, v = k.to(torch.float32), v.to(torch.float32)
     else:
         k_scale, k_zero, v_scale, v_zero = views.scales.unbind(-2)
-        k, v = dequantise_groups(views.k, k_scale, k_zero), dequantise_groups(views.v.mT, v_scale, v_zero)
+        k, v = dequantise_groups(k, k_scale, k_zero), dequantise_groups(v, v_scale, v_zero)
     return k.flatten(-3, -2), v.flatten(-3, -2)
 
 

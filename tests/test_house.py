@@ -19,7 +19,7 @@ ARROWS = {
     "runtime": {"kernels"},
     "kernels": set(),
     "report": set(),
-    "options": set(),
+    "options": {"kernels"},
     "progress": set(),
     "memory_formula": {"kernels", "report"},
     "plan": {"kernels"},

@@ -15,6 +15,7 @@ from gemkv_compile.kernels.attend_chunk.kernel import attend_chunk_triton
 from gemkv_compile.kernels.attend_chunk.reference import attend_chunk_reference
 from gemkv_compile.kernels.attend_pages.kernel import attend_pages_triton
 from gemkv_compile.kernels.attend_pages.reference import attend_pages_reference
+from gemkv_compile.kernels.layout import KV_FORMATS
 
 GAP = 48
 LENGTHS = (128, 190)
@@ -46,7 +47,7 @@ class GappedCache(cases.PagedCache):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kv_format", ["int8", "model"])
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("operators", [TRITON, REFERENCE], ids=["triton", "reference"])
 def test_every_slot_round_trips(device, kv_format, operators):
     append, attend_pages, attend_chunk = operators

@@ -7,6 +7,7 @@ from triton_devices import DEVICES
 
 from gemkv_compile.kernels.append_kv.kernel import append_kv_triton
 from gemkv_compile.kernels.append_kv.reference import append_kv_reference
+from gemkv_compile.kernels.layout import KV_FORMATS
 
 SHAPES = [(1, 64, 64, 4), (2, 80, 128, 2), (3, 16, 64, 2), (1, 256, 256, 1)]  # heads, head_dim, page_size, max_pages
 CHUNKS = [[1] * 130, [3, 60, 1, 1, 1, 70], [64, 64], [200, 1], [63, 2, 500]]
@@ -37,7 +38,7 @@ def check_same(device, case, chunks, kv_format, dtype):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kv_format", ["int8", "model"])
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("case, chunks", zip(SHAPES + SHAPES[:1], CHUNKS, strict=True), ids=str)
 def test_same_bytes(device, case, chunks, kv_format):
     check_same(device, case, chunks, kv_format, torch.float32)
@@ -45,7 +46,7 @@ def test_same_bytes(device, case, chunks, kv_format):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("kv_format", ["int8", "model"])
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("case, chunks", [((16, 512, 128, 8), CHUNKS[1]), ((4, 96, 64, 8), CHUNKS[4])], ids=str)
 def test_same_bytes_in_every_dtype(case, chunks, kv_format, dtype):
     check_same("cuda", case, chunks, kv_format, dtype)

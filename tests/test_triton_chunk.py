@@ -9,6 +9,7 @@ from triton_devices import DEVICES, close_enough, to_device
 
 from gemkv_compile.errors import InvalidOption
 from gemkv_compile.kernels.attend_chunk.kernel import attend_chunk_triton
+from gemkv_compile.kernels.layout import KV_FORMATS
 
 devices = pytest.mark.parametrize("device", DEVICES)
 HALF, FULL = torch.bfloat16, torch.float32
@@ -41,14 +42,14 @@ def chunk(cache, groups, q_len, seed=0):
 
 @devices
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("kv_format", ["int8", "model"])
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_lengths(device, kv_format, dtype):
     cache = cases.PagedCache(3, 1, 64, 128, 64, kv_format, dtype).fill([0, 63, 201])
     check(cache, device, chunk(cache, 2, 37))
 
 
 @devices
-@pytest.mark.parametrize("kv_format", ["int8", "model"])
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256, 512])
 def test_head_sizes(device, head_dim, kv_format):
     cache = cases.PagedCache(1, 1, head_dim, 64, 64, kv_format, HALF).fill([100])
@@ -187,7 +188,7 @@ def test_ring_of_pages(device, length, holes):
 
 
 @devices
-@pytest.mark.parametrize("kv_format", ["int8", "model"])
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_stored_nans_that_nobody_sees(device, kv_format):
     cache = cases.PagedCache(1, 1, 16, 64, 32, kv_format)
     k, v = (cases.normal(1, 1, 150, 16, seed=i) for i in range(2))

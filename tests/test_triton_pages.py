@@ -8,10 +8,11 @@ import torch
 from triton_devices import DEVICES, close_enough, to_device
 
 from gemkv_compile.kernels.attend_pages.kernel import MAX_SPLITS, attend_pages_triton, num_splits
+from gemkv_compile.kernels.layout import KV_FORMATS
 
 LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 200)
 devices = pytest.mark.parametrize("device", DEVICES)
-formats = pytest.mark.parametrize("kv_format", ["int8", "model"])
+formats = pytest.mark.parametrize("kv_format", KV_FORMATS)
 DTYPES = [
     torch.float32,
     *(pytest.param(dtype, marks=pytest.mark.gpu) for dtype in (torch.bfloat16, torch.float16)),

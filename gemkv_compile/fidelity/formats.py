@@ -16,7 +16,8 @@ from torch import Tensor
 
 from gemkv_compile.errors import InvalidOption
 from gemkv_compile.kernels.formats import dequantise_groups, quantise_groups
-from gemkv_compile.options import KV_FORMATS, Options
+from gemkv_compile.kernels.layout import KV_FORMATS
+from gemkv_compile.options import Options
 
 REFERENCE = "reference"
 GROUP = Options().group_size

@@ -115,7 +115,7 @@ def _measure(table: PageTable, counted: set[int]) -> LayerMemory:
     own = {address for addresses in list(table.pages.values()) for address in addresses} - counted
     counted |= own
     tables = (table.page_table, table.seq_lens, table.starts)
-    codes = 2 * layout.num_kv_heads * layout.page_size * layout.head_dim * layout.element_dtype.itemsize
+    codes = layout.num_kv_heads * layout.groups_per_page * (layout.k_bytes + layout.v_bytes)
     return LayerMemory(
         pages=len(own) * layout.page_bytes,
         codes=len(own) * codes,

@@ -1,4 +1,7 @@
-"""Appending to pages in Triton: one launch for a decode step, with the commit of a full group inside."""
+"""Appending to pages in Triton: one launch for a decode step, with the commit of a full group inside.
+
+A block of 4-bit codes is two half blocks of channels, d and d + D / 2, that share bytes.
+"""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -13,9 +16,10 @@ from gemkv_compile.errors import InvalidOption
 from gemkv_compile.kernels.formats import HALF_MAX, MAX_CODE
 from gemkv_compile.kernels.layout import PageLayout
 
-BLOCK_D = 64  # channels that a program quantises at once: a [64, 64] tile takes 32 registers a thread
+BLOCK_D = 64  # channels that a program quantises at once: a [64, 64] tile takes 32 registers a thread; even
 _HALF_MAX = tl.constexpr(HALF_MAX)
-_MAX_CODE = tl.constexpr(float(MAX_CODE))
+_LARGEST = tl.constexpr(float(MAX_CODE[8]))
+_LARGEST_OF_4 = tl.constexpr(float(MAX_CODE[4]))
 _TO_NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds a small float32 to an integer, half to even
 
 
@@ -41,7 +45,10 @@ def append_kv_triton(
         "D": dim,
         "GROUP": layout.group_size,
         "GROUPS_PER_PAGE": layout.groups_per_page,
-        "PLANE_BYTES": layout.plane_bytes,
+        "K_BITS": layout.k_bits,
+        "V_BITS": layout.v_bits,
+        "K_BYTES": layout.k_bytes,
+        "V_BYTES": layout.v_bytes,
         "GROUP_BYTES": layout.group_bytes,
         "QUANTISED": layout.is_quantised,
     }
@@ -64,8 +71,8 @@ def append_token(
     k, v, k_batch, k_head, k_dim, v_batch, v_head, v_dim,
     page_table, table_batch, table_page, max_pages, seq_lens, lens_batch, tail, tail_batch,
     HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, GROUPS_PER_PAGE: tl.constexpr,
-    PLANE_BYTES: tl.constexpr, GROUP_BYTES: tl.constexpr, QUANTISED: tl.constexpr,
-    HEADS_PADDED: tl.constexpr, D_PADDED: tl.constexpr, BLOCK_D: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr, GROUP_BYTES: tl.constexpr,
+    QUANTISED: tl.constexpr, HEADS_PADDED: tl.constexpr, D_PADDED: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One token of one sequence: a program does all heads, so that it alone reads and advances the length."""
     row = tl.program_id(0).to(tl.int64)
@@ -88,12 +95,10 @@ def append_token(
             for head in range(HEADS):
                 block = address + (head * GROUPS_PER_PAGE + group % GROUPS_PER_PAGE).to(tl.int64) * GROUP_BYTES
                 for first in tl.static_range(0, D, BLOCK_D):
-                    x = _tokens(tail + head * GROUP * D, k + head * k_head, 0, k_dim, 0, fill, fill + 1, first,
-                                D, GROUP, BLOCK_D)  # fmt: skip
-                    _store(x, block, False, first, D, GROUP, PLANE_BYTES, QUANTISED, BLOCK_D)
-                    x = _tokens(tail + (HEADS + head) * GROUP * D, v + head * v_head, 0, v_dim, 0, fill, fill + 1,
-                                first, D, GROUP, BLOCK_D)  # fmt: skip
-                    _store(x, block, True, first, D, GROUP, PLANE_BYTES, QUANTISED, BLOCK_D)
+                    _commit(tail + head * GROUP * D, k + head * k_head, 0, k_dim, 0, fill, fill + 1, first, block,
+                            False, K_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
+                    _commit(tail + (HEADS + head) * GROUP * D, v + head * v_head, 0, v_dim, 0, fill, fill + 1, first,
+                            block, True, V_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
     tl.debug_barrier()  # every thread has read the length
     tl.store(seq_lens + row * lens_batch, length + 1)
 
@@ -103,7 +108,8 @@ def append_chunk(
     k, v, k_batch, k_head, k_token, k_dim, v_batch, v_head, v_token, v_dim,
     page_table, table_batch, table_page, max_pages, seq_lens, lens_batch, tail, tail_batch, q_len,
     HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, GROUPS_PER_PAGE: tl.constexpr,
-    PLANE_BYTES: tl.constexpr, GROUP_BYTES: tl.constexpr, QUANTISED: tl.constexpr, BLOCK_D: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr, GROUP_BYTES: tl.constexpr,
+    QUANTISED: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One group of one head's keys or values, some channels; the program of the first group also fills the tail."""
     step = tl.program_id(0)
@@ -128,71 +134,101 @@ def append_chunk(
         newest = (length // GROUP + complete - 1) // GROUPS_PER_PAGE
         address = tl.load(page_table + row * table_batch + page % max_pages * table_page)
         if (page > newest - max_pages) & (address != 0):
-            x = _tokens(rows, new, token_stride, dim_stride, step, fill, total, first, D, GROUP, BLOCK_D)
             block = address + (head * GROUPS_PER_PAGE + group % GROUPS_PER_PAGE).to(tl.int64) * GROUP_BYTES
             if is_value:
-                _store(x, block, True, first, D, GROUP, PLANE_BYTES, QUANTISED, BLOCK_D)
+                _commit(rows, new, token_stride, dim_stride, step, fill, total, first, block,
+                        True, V_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
             else:
-                _store(x, block, False, first, D, GROUP, PLANE_BYTES, QUANTISED, BLOCK_D)
+                _commit(rows, new, token_stride, dim_stride, step, fill, total, first, block,
+                        False, K_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
     if step == 0:
-        tl.debug_barrier()  # the first group has been read before the tail is written
+        tl.debug_barrier()  # the first group has been read, these channels of it, before the tail is written
+        if is_value:
+            dim = _channels(first, V_BITS, D, BLOCK_D)
+        else:
+            dim = _channels(first, K_BITS, D, BLOCK_D)
         token = complete * GROUP + tl.arange(0, GROUP)[:, None]
-        dim = first + tl.arange(0, BLOCK_D)[None, :]
-        inside = (token >= fill) & (token < total) & (dim < D)
-        x = tl.load(new + (token - fill).to(tl.int64) * token_stride + dim * dim_stride, mask=inside)
-        tl.store(rows + (token - complete * GROUP) * D + dim, x, mask=inside)
+        inside = (token >= fill) & (token < total) & (dim < D)[None, :]
+        x = tl.load(new + (token - fill).to(tl.int64) * token_stride + dim[None, :] * dim_stride, mask=inside)
+        tl.store(rows + (token - complete * GROUP) * D + dim[None, :], x, mask=inside)
+
+
+@triton.jit
+def _channels(first, BITS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The channels of the block at `first`, [BLOCK_D]; D where there is none. With 4 bits, those of two half blocks."""
+    place = tl.arange(0, BLOCK_D)
+    if BITS != 4:
+        return first + place
+    pair = first // 2 + place % (BLOCK_D // 2)
+    return tl.where(pair < D // 2, pair + place // (BLOCK_D // 2) * (D // 2), D)
 
 
 @triton.jit
 def _tokens(
-    tail, new, token_stride, dim_stride, step, fill, total, first,
-    D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
+    tail, new, token_stride, dim_stride, step, fill, total, dim,
+    END: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Group `step` of the `fill` tokens of the tail and the new ones behind them, [GROUP, BLOCK_D]."""
+    """Group `step` of the `fill` tokens of the tail and the new ones behind them, [GROUP, channels below END]."""
     token = step * GROUP + tl.arange(0, GROUP)[:, None]
-    dim = first + tl.arange(0, BLOCK_D)[None, :]
-    old = tl.load(tail + token * D + dim, mask=(token < fill) & (dim < D), other=0.0)
-    place = new + (token - fill).to(tl.int64) * token_stride + dim * dim_stride
-    return tl.where(token < fill, old, tl.load(place, mask=(token >= fill) & (token < total) & (dim < D), other=0.0))
+    inside = (dim < END)[None, :]
+    old = tl.load(tail + token * D + dim[None, :], mask=(token < fill) & inside, other=0.0)
+    place = new + (token - fill).to(tl.int64) * token_stride + dim[None, :] * dim_stride
+    return tl.where(token < fill, old, tl.load(place, mask=(token >= fill) & (token < total) & inside, other=0.0))
 
 
 @triton.jit
-def _store(
-    x, block, is_value: tl.constexpr, first,
-    D: tl.constexpr, GROUP: tl.constexpr, PLANE_BYTES: tl.constexpr, QUANTISED: tl.constexpr, BLOCK_D: tl.constexpr,
+def _commit(
+    tail, new, token_stride, dim_stride, step, fill, total, first, block, IS_VALUE: tl.constexpr, BITS: tl.constexpr,
+    D: tl.constexpr, GROUP: tl.constexpr, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr, QUANTISED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write a group's keys as rows or its values as columns to the tile at address `block`, see `kernels.layout`."""
-    token = tl.arange(0, GROUP)[:, None]
-    dim = first + tl.arange(0, BLOCK_D)
-    place = dim[None, :] * GROUP + token if is_value else token * D + dim[None, :]
-    plane = block + PLANE_BYTES if is_value else block
-    if QUANTISED:
-        codes, scale, zero = _quantise(x.to(tl.float32))
-        tl.store(plane.to(tl.pointer_type(tl.int8)) + place, codes, mask=dim[None, :] < D)
-        scales = (block + 2 * PLANE_BYTES).to(tl.pointer_type(tl.float16)) + (2 * D if is_value else 0) + dim
-        tl.store(scales, scale, mask=dim < D)
-        tl.store(scales + D, zero, mask=dim < D)
+    """Write a group's keys as rows or its values as columns to the tile at address `block`, see `kernels.layout`.
+
+    The channels are those of `_channels`, the group is that of `_tokens`.
+    """
+    scales = (block + K_BYTES + V_BYTES).to(tl.pointer_type(tl.float16)) + (2 * D if IS_VALUE else 0)
+    WIDTH: tl.constexpr = D // 2 if BITS == 4 else D
+    if BITS == 4:
+        dim = first // 2 + tl.arange(0, BLOCK_D // 2)
+        x = _tokens(tail, new, token_stride, dim_stride, step, fill, total, dim, WIDTH, D, GROUP)
+        low = _quantise(x, scales, dim, WIDTH, D, _LARGEST_OF_4)
+        x = _tokens(tail, new, token_stride, dim_stride, step, fill, total, dim + WIDTH, D, D, GROUP)
+        high = _quantise(x, scales, dim + WIDTH, D, D, _LARGEST_OF_4)
+        x = (low & 15) | (high << 4)
     else:
-        tl.store(plane.to(tl.pointer_type(x.dtype)) + place, x, mask=dim[None, :] < D)
+        dim = first + tl.arange(0, BLOCK_D)
+        x = _tokens(tail, new, token_stride, dim_stride, step, fill, total, dim, D, D, GROUP)
+        if QUANTISED:
+            x = _quantise(x, scales, dim, D, D, _LARGEST)
+    token = tl.arange(0, GROUP)[:, None]
+    place = dim[None, :] * GROUP + token if IS_VALUE else token * WIDTH + dim[None, :]
+    plane = block + K_BYTES if IS_VALUE else block
+    tl.store(plane.to(tl.pointer_type(x.dtype)) + place, x, mask=(dim < WIDTH)[None, :])
 
 
 @triton.jit
-def _quantise(x):
-    """Codes int8 [GROUP, BLOCK_D], scale and zero float16 [BLOCK_D]; the arithmetic of `formats.quantise_groups`."""
+def _quantise(x, scales, dim, END: tl.constexpr, D: tl.constexpr, LARGEST: tl.constexpr):
+    """Codes int8 of x [GROUP, channels], after storing their scales and, D numbers on, their zero-points.
+
+    The arithmetic of `formats.quantise_groups`.
+    """
+    x = x.to(tl.float32)
     low, high = tl.min(x, 0), tl.max(x, 0)
     # min and max pass over NaN here, and only a marked channel keeps it from becoming a plausible number.
     broken = tl.max(((x != x) | (tl.abs(x) == float("inf"))).to(tl.int32), 0) != 0
     zero = tl.minimum(tl.maximum(low * 0.5 + high * 0.5, -_HALF_MAX), _HALF_MAX).to(tl.float16)
     middle = zero.to(tl.float32)
     reach = tl.maximum(high - middle, middle - low)
-    scale = tl.div_rn(reach, tl.full(reach.shape, _MAX_CODE, tl.float32)).to(tl.float16)
-    # 127 * scale is exact in float32; the next float16 above a non-negative one has the next bit pattern.
-    short = (scale.to(tl.float32) * _MAX_CODE < reach).to(tl.int16)
+    scale = tl.div_rn(reach, tl.full(reach.shape, LARGEST, tl.float32)).to(tl.float16)
+    # LARGEST * scale is exact in float32; the next float16 above a non-negative one has the next bit pattern.
+    short = (scale.to(tl.float32) * LARGEST < reach).to(tl.int16)
     scale = (scale.to(tl.int16, bitcast=True) + short).to(tl.float16, bitcast=True)
     scale = tl.where(scale == 0.0, 1.0, scale).to(tl.float16)
     scale = tl.where(broken, float("nan"), scale).to(tl.float16)
+    tl.store(scales + dim, scale, mask=dim < END)
+    tl.store(scales + D + dim, zero, mask=dim < END)
     spread = tl.broadcast_to(scale.to(tl.float32)[None, :], x.shape)
     codes = tl.div_rn(x - middle[None, :], spread)
-    codes = tl.where(codes == codes, tl.minimum(tl.maximum(codes, -_MAX_CODE), _MAX_CODE), 0.0)
+    codes = tl.where(codes == codes, tl.minimum(tl.maximum(codes, -LARGEST), LARGEST), 0.0)
     codes = (codes + _TO_NEAREST) - _TO_NEAREST
-    return codes.to(tl.int8), scale, zero
+    return codes.to(tl.int8)

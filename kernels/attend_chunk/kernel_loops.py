@@ -15,6 +15,12 @@ from gemkv_compile.kernels.attend_chunk.kernel_tile import add_values, seen_toke
 
 
 @triton.jit
+def own_nibble(pairs, high):
+    """Of bytes with two 4-bit codes each, the code in the high nibble where high, else that in the low one, int8."""
+    return tl.where(high, pairs >> 4, (pairs << 4) >> 4)
+
+
+@triton.jit
 def decode_codes(codes, planes, has, PLANE: tl.constexpr, F: tl.constexpr):
     """Codes [block_n, dim] as float32; the scale is PLANE planes of head_dim numbers on, the zero-point follows it."""
     scale = tl.load(planes + PLANE * F.head_dim, mask=has, other=0).to(tl.float32)
@@ -31,22 +37,31 @@ def attend_pages(state, q, table, table_p, max_pages, head_group, low, full, hig
     """
     BLOCK_N: tl.constexpr = F.block_n
     ELEMENT: tl.constexpr = tl.int8 if F.quantised else q.dtype
+    # Bytes of 4-bit codes are read twice, for each half of the channels: the tile is then as an 8-bit one.
+    K_DIM: tl.constexpr = F.head_dim // 2 if F.k_bits == 4 else F.head_dim
+    V_DIM: tl.constexpr = F.head_dim // 2 if F.v_bits == 4 else F.head_dim
     max_pages = tl.maximum(max_pages, 1)
     begin = low // BLOCK_N * BLOCK_N
     address = tl.load(table + begin // F.page_size % max_pages * table_p, mask=begin < high, other=0)
     n, d = tl.arange(0, BLOCK_N), tl.arange(0, F.dim)
+    k_d = d % K_DIM if F.k_bits == 4 else d
+    v_d = d % V_DIM if F.v_bits == 4 else d
     for at in tl.range(begin, high, BLOCK_N):
         after = at + BLOCK_N
         following = tl.load(table + after // F.page_size % max_pages * table_p, mask=after < high, other=0)
         base = address + (head_group + at % F.page_size // F.group_size).to(tl.int64) * F.group_bytes
         data = tl.multiple_of(base.to(tl.pointer_type(ELEMENT)), 16)  # a fact of the layout
-        planes = tl.multiple_of((base + 2 * F.plane_bytes).to(tl.pointer_type(tl.float16)), 16) + d
+        planes = tl.multiple_of((base + F.k_bytes + F.v_bytes).to(tl.pointer_type(tl.float16)), 16) + d
         has, row = (d < F.head_dim) & (address != 0), n
         if F.group_size != BLOCK_N:
             row = n + tl.multiple_of(at % F.group_size, BLOCK_N)
-        keys = tl.load(data + row[:, None] * F.head_dim + d[None, :], mask=has[None, :], other=0)
-        data += F.head_dim * F.group_size
-        values = tl.load(data + d[:, None] * F.group_size + row[None, :], mask=has[:, None], other=0)
+        keys = tl.load(data + row[:, None] * K_DIM + k_d[None, :], mask=has[None, :], other=0)
+        data = tl.multiple_of((base + F.k_bytes).to(tl.pointer_type(ELEMENT)), 16)
+        values = tl.load(data + v_d[:, None] * F.group_size + row[None, :], mask=has[:, None], other=0)
+        if F.k_bits == 4:
+            keys = own_nibble(keys, (d >= K_DIM)[None, :])
+        if F.v_bits == 4:
+            values = own_nibble(values, (d >= V_DIM)[:, None])
         if F.quantised:
             keys = decode_codes(keys, planes, has, 0, F).to(q.dtype)
         seen = seen_tokens(at + n, low, high, view, F) & (address != 0)

@@ -28,7 +28,10 @@ class Form:
     page_size: int
     group_size: int
     group_bytes: int
-    plane_bytes: int
+    k_bits: int
+    v_bits: int
+    k_bytes: int
+    v_bytes: int
     quantised: bool
     causal: bool
     windowed: bool

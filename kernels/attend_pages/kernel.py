@@ -2,7 +2,8 @@
 
 A program takes a run of 64-token groups of one K/V head and leaves an unnormalised sum; a second launch combines them.
 With k = code * scale + zero per channel of a group, q . k = (q * scale) . code + q . zero, so codes go to the tensor
-cores as they are, and the same holds for the values.
+cores as they are, and the same holds for the values. 4-bit codes come two in a byte: the low and the high nibbles are
+two tiles, the first and the second half of the channels (`kernels.layout`), with a product each.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,10 +21,14 @@ from gemkv_compile.kernels.attend_pages.kernel_parts import (
     combine_splits,
     exact_dot,
     finish_scores,
+    high_codes,
     is_seen,
     load_columns,
     load_plane,
     load_rows,
+    low_codes,
+    multiply_keys,
+    weigh_codes,
 )
 from gemkv_compile.kernels.layout import PageLayout
 from gemkv_compile.kernels.results import empty_results
@@ -72,11 +77,12 @@ def attend_pages_triton(
             view, *((0, 0, 0, 0) if view is None else (view.stride(0), view.stride(1), view.stride(3), view.shape[3])),
             sums, peaks, scale, softcap or 0.0, window or 0,
             HEADS=heads, GROUPS=groups, D=dim, GROUP=layout.group_size, TILE=tile,
-            GROUPS_PER_PAGE=layout.groups_per_page, PLANE_BYTES=layout.plane_bytes, GROUP_BYTES=layout.group_bytes,
-            QUANTISED=layout.is_quantised, HAS_CAP=softcap is not None, HAS_WINDOW=window is not None,
-            D_PADDED=triton.next_power_of_2(dim), GROUPS_PADDED=max(8, triton.next_power_of_2(groups)),
+            GROUPS_PER_PAGE=layout.groups_per_page, K_BITS=layout.k_bits, V_BITS=layout.v_bits, K_BYTES=layout.k_bytes,
+            V_BYTES=layout.v_bytes, GROUP_BYTES=layout.group_bytes, QUANTISED=layout.is_quantised,
+            HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, D_PADDED=triton.next_power_of_2(dim),
+            HALF_PADDED=half_padded(dim), GROUPS_PADDED=max(8, triton.next_power_of_2(groups)),
             num_warps=4 if dim <= 256 else 8,
-            num_stages=stages(2 * tile * triton.next_power_of_2(dim) * layout.element_dtype.itemsize, shared_bytes),
+            num_stages=stages(step_bytes(tile, dim, layout.k_bits + layout.v_bits), shared_bytes),
         )  # fmt: skip
         combine_splits[(num_q_heads, batch)](
             sums, peaks, sinks, 0 if sinks is None else sinks.stride(0), out, out.stride(0), out.stride(1), lse, splits,
@@ -108,11 +114,21 @@ def tile_tokens(head_dim: int, element_bytes: int, group_size: int) -> int:
     return max(16, min(group_size & -group_size, rows))
 
 
+def half_padded(head_dim: int) -> int:
+    """Rows of a tile that holds half of the channels: a power of two, and what a tensor core multiplies at least."""
+    return max(16, triton.next_power_of_2(head_dim) // 2)
+
+
+def step_bytes(tile: int, head_dim: int, bits: int) -> int:
+    """Bytes of the keys and values of a step of `tile` tokens, rows padded; bits of a number of both together."""
+    return tile * triton.next_power_of_2(head_dim) * bits // 8
+
+
 def stages(step_bytes: int, shared_bytes: int) -> int:
     """Pipeline stages: 3 if the keys and values of two steps fit into shared memory, 2 for one, 1 for none.
 
     Args:
-        step_bytes: Keys and values of a step, rows padded to a power of two.
+        step_bytes: Keys and values of a step, as the function of that name gives them.
         shared_bytes: What one program may take.
     """
     room = (shared_bytes - SMALL_BUFFERS) // step_bytes
@@ -134,13 +150,21 @@ def attend_split(
     padding, padding_batch, padding_token, padding_len, mask, mask_batch, mask_head, mask_token, mask_len,
     sums, peaks, scale, softcap, window,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
-    GROUPS_PER_PAGE: tl.constexpr, PLANE_BYTES: tl.constexpr, GROUP_BYTES: tl.constexpr, QUANTISED: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, D_PADDED: tl.constexpr, GROUPS_PADDED: tl.constexpr,
+    GROUPS_PER_PAGE: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_BYTES: tl.constexpr,
+    V_BYTES: tl.constexpr, GROUP_BYTES: tl.constexpr, QUANTISED: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, D_PADDED: tl.constexpr, HALF_PADDED: tl.constexpr, GROUPS_PADDED: tl.constexpr,
 ):  # fmt: skip
     """One share of one K/V head's keys: sums [D, query heads], the largest score and the sum of weights of each."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     splits = tl.num_programs(0)
-    dim = tl.arange(0, D_PADDED)
+    # Keys and values of 4 bits are tiles of half the channels; the other half is HALF further on.
+    HALF: tl.constexpr = D // 2
+    K_DIM: tl.constexpr = HALF if K_BITS == 4 else D
+    V_DIM: tl.constexpr = HALF if V_BITS == 4 else D
+    K_PADDED: tl.constexpr = HALF_PADDED if K_BITS == 4 else D_PADDED
+    V_PADDED: tl.constexpr = HALF_PADDED if V_BITS == 4 else D_PADDED
+    SCALES: tl.constexpr = K_BYTES + V_BYTES
+    k_dim, v_dim = tl.arange(0, K_PADDED), tl.arange(0, V_PADDED)
     member = tl.arange(0, GROUPS_PADDED)
     q_heads = head * GROUPS + member
     length = tl.load(seq_lens + row * lens_batch)
@@ -152,8 +176,11 @@ def attend_split(
         mask += row * mask_batch + q_heads[None, :] * mask_head
     if padding is not None:
         padding += row * padding_batch
-    inside = (member[None, :] < GROUPS) & (dim[:, None] < D)
-    query = tl.load(q + row * q_batch + q_heads[None, :] * q_head + dim[:, None] * q_dim, mask=inside, other=0.0)
+    inside = (member[None, :] < GROUPS) & (k_dim[:, None] < K_DIM)
+    q += row * q_batch + q_heads[None, :] * q_head + k_dim[:, None] * q_dim
+    query = tl.load(q, mask=inside, other=0.0)
+    if K_BITS == 4:
+        query_high = tl.load(q + HALF * q_dim, mask=inside, other=0.0)
 
     # The groups of this program. A page that a later one has taken the column of is gone.
     last = length // GROUP
@@ -165,7 +192,9 @@ def attend_split(
 
     peak = tl.full([GROUPS_PADDED], LOWEST, tl.float32)
     total = tl.zeros([GROUPS_PADDED], tl.float32)
-    weighted = tl.zeros([D_PADDED, GROUPS_PADDED], tl.float32)
+    weighted = tl.zeros([V_PADDED, GROUPS_PADDED], tl.float32)
+    if V_BITS == 4:
+        weighted_high = tl.zeros([V_PADDED, GROUPS_PADDED], tl.float32)
     table = page_table + row * table_batch
     tail += row * tail_batch
     elsewhere = tail.to(tl.int64)
@@ -181,20 +210,27 @@ def attend_split(
         block = address + (head * GROUPS_PER_PAGE + group % GROUPS_PER_PAGE).to(tl.int64) * GROUP_BYTES
         block = tl.where(exists, block, elsewhere)
         if QUANTISED:
-            keys = load_rows(block, 0, tl.int8, token, dim, D, D_PADDED)
-            values = load_columns(block, PLANE_BYTES, tl.int8, token, dim, D, D_PADDED, GROUP)
+            keys = load_rows(block, 0, tl.int8, token, k_dim, K_DIM, K_PADDED)
+            values = load_columns(block, K_BYTES, tl.int8, token, v_dim, V_DIM, V_PADDED, GROUP)
             # Groups that nobody sees may hold NaN, and a weight of 0 does not silence one.
             alive = tl.max(seen.to(tl.int32), 0) != 0
-            k_scale = load_plane(block, 2 * PLANE_BYTES, dim, alive, D, D_PADDED)
-            k_zero = load_plane(block, 2 * PLANE_BYTES + 2 * D, dim, alive, D, D_PADDED)
-            v_scale = load_plane(block, 2 * PLANE_BYTES + 4 * D, dim, alive, D, D_PADDED)
-            v_zero = load_plane(block, 2 * PLANE_BYTES + 6 * D, dim, alive, D, D_PADDED)
-            wide = query.to(tl.float32)
-            product = exact_dot(keys.to(query.dtype), (wide * k_scale[:, None]).to(query.dtype))
-            product += tl.sum(wide * k_zero[:, None], 0)[None, :]
+            k_scale = load_plane(block, SCALES, k_dim, alive, K_DIM, K_PADDED)
+            k_zero = load_plane(block, SCALES + 2 * D, k_dim, alive, K_DIM, K_PADDED)
+            v_scale = load_plane(block, SCALES + 4 * D, v_dim, alive, V_DIM, V_PADDED)
+            v_zero = load_plane(block, SCALES + 6 * D, v_dim, alive, V_DIM, V_PADDED)
+            if V_BITS == 4:
+                v_scale_high = load_plane(block, SCALES + 5 * D, v_dim, alive, V_DIM, V_PADDED)
+                v_zero_high = load_plane(block, SCALES + 7 * D, v_dim, alive, V_DIM, V_PADDED)
+            if K_BITS == 4:
+                scale_high = load_plane(block, SCALES + D, k_dim, alive, K_DIM, K_PADDED)
+                zero_high = load_plane(block, SCALES + 3 * D, k_dim, alive, K_DIM, K_PADDED)
+                product = multiply_keys(low_codes(keys), query, k_scale, k_zero)
+                product += multiply_keys(high_codes(keys), query_high, scale_high, zero_high)
+            else:
+                product = multiply_keys(keys, query, k_scale, k_zero)
         else:
-            keys = load_rows(block, 0, query.dtype, token, dim, D, D_PADDED)
-            values = load_columns(block, PLANE_BYTES, query.dtype, token, dim, D, D_PADDED, GROUP)
+            keys = load_rows(block, 0, query.dtype, token, k_dim, D, D_PADDED)
+            values = load_columns(block, K_BYTES, query.dtype, token, v_dim, D, D_PADDED, GROUP)
             values = tl.where(seen[None, :], values, tl.zeros_like(values))
             product = exact_dot(keys, query)
         scores = finish_scores(product, seen, position, length, member, mask, mask_token, mask_len, scale, softcap,
@@ -204,12 +240,16 @@ def attend_split(
         weights = tl.exp2(scores - new_peak[None, :])
         sum_of_weights = tl.sum(weights, 0)
         total = total * decay + sum_of_weights
-        part = exact_dot(values.to(query.dtype), weights.to(query.dtype))
         weighted = weighted * decay[None, :]
+        if V_BITS == 4:
+            weighted_high = weighted_high * decay[None, :]
+            high = high_codes(values)
+            weighted_high += weigh_codes(high, weights, sum_of_weights, v_scale_high, v_zero_high, query.dtype)
+            values = low_codes(values)
         if QUANTISED:
-            weighted += part * v_scale[:, None] + v_zero[:, None] * sum_of_weights[None, :]
+            weighted += weigh_codes(values, weights, sum_of_weights, v_scale, v_zero, query.dtype)
         else:
-            weighted += part
+            weighted += exact_dot(values, weights.to(query.dtype))
         peak = new_peak
         following = tl.minimum((step + 1) // (GROUP // TILE), end - 1) // GROUPS_PER_PAGE
         address = tl.load(table + following % max_pages * table_page)
@@ -219,20 +259,31 @@ def attend_split(
         token = begin_of_tile + tl.arange(0, TILE)
         position = last * GROUP + token
         seen = is_seen(position, low, length, padding, padding_token, padding_len)
-        rows = tail + head * GROUP * D + token[:, None] * D + dim[None, :]
-        shown = (dim[None, :] < D) & seen[:, None]
-        product = exact_dot(tl.load(rows, mask=shown, other=0.0), query)
+        rows = tail + (head * GROUP + token[:, None]) * D
+        shown = (k_dim[None, :] < K_DIM) & seen[:, None]
+        product = exact_dot(tl.load(rows + k_dim[None, :], mask=shown, other=0.0), query)
+        if K_BITS == 4:
+            product += exact_dot(tl.load(rows + HALF + k_dim[None, :], mask=shown, other=0.0), query_high)
         scores = finish_scores(product, seen, position, length, member, mask, mask_token, mask_len, scale, softcap,
                          GROUPS, HAS_CAP)  # fmt: skip
         new_peak = tl.maximum(peak, tl.max(scores, 0))
         decay = tl.exp2(peak - new_peak)
         weights = tl.exp2(scores - new_peak[None, :])
         total = total * decay + tl.sum(weights, 0)
-        values = tl.load(rows + HEADS * GROUP * D, mask=shown, other=0.0)
-        weighted = weighted * decay[None, :] + exact_dot(tl.trans(values), weights.to(query.dtype))
+        rows += HEADS * GROUP * D + v_dim[None, :]
+        shown, weights = (v_dim[None, :] < V_DIM) & seen[:, None], weights.to(query.dtype)
+        values = tl.load(rows, mask=shown, other=0.0)
+        weighted = weighted * decay[None, :] + exact_dot(tl.trans(values), weights)
+        if V_BITS == 4:
+            values = tl.load(rows + HALF, mask=shown, other=0.0)
+            weighted_high = weighted_high * decay[None, :] + exact_dot(tl.trans(values), weights)
         peak = new_peak
 
     place = (row * HEADS * GROUPS + q_heads) * splits + split
-    tl.store(sums + place[None, :] * D + dim[:, None], weighted, mask=inside)
+    inside = (member[None, :] < GROUPS) & (v_dim[:, None] < V_DIM)
+    sums += place[None, :] * D + v_dim[:, None]
+    tl.store(sums, weighted, mask=inside)
+    if V_BITS == 4:
+        tl.store(sums + HALF, weighted_high, mask=inside)
     tl.store(peaks + place, peak, mask=member < GROUPS)
     tl.store(peaks + tl.num_programs(2).to(tl.int64) * HEADS * GROUPS * splits + place, total, mask=member < GROUPS)

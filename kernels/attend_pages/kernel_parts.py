@@ -14,7 +14,7 @@ LOWEST = tl.constexpr(-1.0e38)  # finite, so that the difference of two peaks is
 
 @triton.jit
 def load_rows(block, offset: tl.constexpr, dtype: tl.constexpr, token, dim, D: tl.constexpr, D_PADDED: tl.constexpr):
-    """Keys of a group, [GROUP, D_PADDED]."""
+    """Keys of a group, rows of D elements, [GROUP, D_PADDED]."""
     place = tl.multiple_of((block + offset).to(tl.pointer_type(dtype)), 16) + token[:, None] * D + dim[None, :]
     if D == D_PADDED:
         return tl.load(place)
@@ -26,7 +26,7 @@ def load_columns(
     block, offset: tl.constexpr, dtype: tl.constexpr, token, dim,
     D: tl.constexpr, D_PADDED: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Values of a group, which are stored transposed, [D_PADDED, GROUP]."""
+    """Values of a group, which are stored transposed, D columns, [D_PADDED, GROUP]."""
     place = tl.multiple_of((block + offset).to(tl.pointer_type(dtype)), 16) + dim[:, None] * GROUP + token[None, :]
     if D == D_PADDED:
         return tl.load(place)
@@ -35,10 +35,37 @@ def load_columns(
 
 @triton.jit
 def load_plane(block, offset: tl.constexpr, dim, alive, D: tl.constexpr, D_PADDED: tl.constexpr):
-    """Scales or zero-points of a group in float32, 0 for a group that nobody sees, [D_PADDED]."""
+    """Scales or zero-points of D channels in float32, 0 for a group that nobody sees, [D_PADDED]."""
     place = tl.multiple_of((block + offset).to(tl.pointer_type(tl.float16)), 16) + dim
     numbers = tl.load(place) if D == D_PADDED else tl.load(place, mask=dim < D, other=0.0)
     return tl.where(alive, numbers.to(tl.float32), 0.0)
+
+
+@triton.jit
+def low_codes(pairs):
+    """The codes in the low nibbles of bytes, int8."""
+    return (pairs << 4) >> 4
+
+
+@triton.jit
+def high_codes(pairs):
+    """The codes in the high nibbles of bytes, int8."""
+    return pairs >> 4
+
+
+@triton.jit
+def multiply_keys(codes, query, scale, zero):
+    """Products [GROUP, query heads] of codes [GROUP, channels] and queries [channels, query heads]."""
+    wide = query.to(tl.float32)
+    product = exact_dot(codes.to(query.dtype), (wide * scale[:, None]).to(query.dtype))
+    return product + tl.sum(wide * zero[:, None], 0)[None, :]
+
+
+@triton.jit
+def weigh_codes(codes, weights, sum_of_weights, scale, zero, dtype: tl.constexpr):
+    """Sum [channels, query heads] of codes [channels, GROUP] under weights [GROUP, query heads]."""
+    part = exact_dot(codes.to(dtype), weights.to(dtype))
+    return part * scale[:, None] + zero[:, None] * sum_of_weights[None, :]
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gemkv_compile.kernels.layout import PageLayout
-from gemkv_compile.kernels.memory import split_groups
+from gemkv_compile.kernels.memory import split_groups, unpack_groups
 from gemkv_compile.kernels.past import Past
 from gemkv_compile.kernels.results import empty_results
 from gemkv_compile.kernels.softmax import OnlineSoftmax
@@ -82,7 +82,8 @@ class _PagedTokens:
 
     def __init__(self, data: Tensor, visible: Tensor, layout: PageLayout) -> None:
         views = split_groups(data, layout)
-        self.k, self.v = _packed_float(views.k), _packed_float(views.v)
+        k, v = unpack_groups(views, layout)
+        self.k, self.v = _packed_float(k), _packed_float(v.mT)
         shown = visible.flatten(1, 3).any(1).unflatten(1, (-1, layout.group_size))[:, None, :, None]  # [B, 1, n, 1, G]
         self.planes: tuple[Tensor, ...] = ()
         if views.scales is None:

@@ -40,25 +40,29 @@ def strided(x):
     return view.copy_(x)
 
 
-def numpy_quantise(x):
+BITS = {"int8": (8, 8), "k8v4": (8, 4), "int4": (4, 4)}  # of a key and of a value
+
+
+def numpy_quantise(x, bits=8):
     """Codes, scale and zero of groups [..., G, D] float32: the page format, written down a second time."""
+    largest = 2 ** (bits - 1) - 1
     x = np.asarray(x, dtype=np.float32)
     limit = np.float32(np.finfo(np.float16).max)
     middle = np.float32(0.5) * x.min(axis=-2) + np.float32(0.5) * x.max(axis=-2)
     zero = np.clip(middle, -limit, limit).astype(np.float16)
     reach = np.abs(x - zero.astype(np.float32)[..., None, :]).max(axis=-2)
     with np.errstate(over="ignore"):
-        scale = (reach / np.float32(127)).astype(np.float16)
-        short = scale.astype(np.float64) * 127 < reach
+        scale = (reach / np.float32(largest)).astype(np.float16)
+        short = scale.astype(np.float64) * largest < reach
         scale = np.where(short, np.nextafter(scale, np.float16(np.inf)), scale)
     scale = np.where(reach == 0, np.float16(1), scale)
     codes = np.rint((x - zero.astype(np.float32)[..., None, :]) / scale.astype(np.float32)[..., None, :])
-    return np.clip(codes, -127, 127).astype(np.int8), scale, zero
+    return np.clip(codes, -largest, largest).astype(np.int8), scale, zero
 
 
-def numpy_dequantise(x):
+def numpy_dequantise(x, bits=8):
     """What the format makes of groups [..., G, D], float64."""
-    codes, scale, zero = (part.astype(np.float64) for part in numpy_quantise(x))
+    codes, scale, zero = (part.astype(np.float64) for part in numpy_quantise(x, bits))
     return codes * scale[..., None, :] + zero[..., None, :]
 
 
@@ -112,8 +116,9 @@ class PagedCache:
         end = tokens.shape[2] - tokens.shape[2] % self.layout.group_size
         if not self.layout.is_quantised or not end:
             return tokens
-        groups = tokens[:, :, :end].unflatten(2, (-1, self.layout.group_size)).to(torch.float32)
-        stored = torch.from_numpy(numpy_dequantise(groups.numpy())).flatten(2, 3)
+        groups = tokens[:, :, :end].unflatten(2, (-1, self.layout.group_size)).to(torch.float32).numpy()
+        both = [numpy_dequantise(x, bits) for x, bits in zip(groups, BITS[self.layout.kv_format], strict=True)]
+        stored = torch.from_numpy(np.stack(both)).flatten(2, 3)
         return torch.cat((stored, tokens[:, :, end:]), dim=2)
 
     def page(self, row, page):
