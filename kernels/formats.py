@@ -1,4 +1,8 @@
-"""The integer formats of pages: signed 8- or 4-bit codes with a float16 scale and zero-point per group and channel."""
+"""The integer formats of pages: signed 8- or 4-bit codes of groups of tokens.
+
+Keys, and values of 8 bits, have a float16 scale and zero-point per group and channel. Values of 4 bits have a scale per
+group and channel, times one per token and half of the channels, and no zero-point.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import torch
 from torch import Tensor
 
 MAX_CODE = {8: 127, 4: 7}  # by bits; codes are symmetric: -128 and -8 are never stored
+NORM_STEPS = 1023  # a token's norm is a sum of squares of integers up to this: no order of summation changes it
 HALF_MAX = torch.finfo(torch.float16).max
 
 
@@ -17,8 +22,9 @@ def quantise_groups(x: Tensor, bits: int = 8) -> tuple[Tensor, Tensor, Tensor]:
         bits: 8 or 4; codes are -127 .. 127 or -7 .. 7.
     Returns:
         codes [..., group_size, head_dim] int8, scale [..., head_dim] float16 and zero [..., head_dim] float16 with
-        |codes * scale + zero - x| <= scale / 2. A channel whose range needs a scale beyond float16 (values above 8e6)
-        or that holds inf or NaN gets a scale of inf or NaN, so that reading it never gives a finite number.
+        |codes * scale + zero - x| <= scale / 2. A channel whose range needs a scale beyond float16 (values above 8e6,
+        or 4e5 with 4 bits) or that holds inf or NaN gets a scale of inf or NaN, so that reading it never gives a
+        finite number.
     Source: asymmetric per-channel quantisation of K/V groups, KIVI, arXiv:2402.02750.
     """
     x = x.to(torch.float32)
@@ -43,6 +49,41 @@ def dequantise_groups(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     """
     scaled = codes.to(torch.float32) * scale.to(torch.float32).unsqueeze(-2)
     return scaled.add_(zero.to(torch.float32).unsqueeze(-2))
+
+
+def quantise_values(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise groups of values to 4 bits: each token's halves by their norms, then each channel by what remains.
+
+    Args:
+        x: Values, [..., group_size, head_dim], any float dtype; the arithmetic is float32.
+    Returns:
+        codes [..., group_size, head_dim] int8, scale [..., head_dim] float16 and norms [..., 2, group_size] float16
+        with |codes * scale * norm - x| <= scale * norm / 2, where the norm is that of the token and of the channel's
+        half. A channel that holds inf or NaN, or needs a scale beyond float16, gets a scale of inf or NaN.
+    Source: values by token, KIVI, arXiv:2402.02750; a scale for each row times one for each column, SINQ,
+        arXiv:2509.22944.
+    """
+    x = x.to(torch.float32)
+    largest = x.abs().amax(-2, keepdim=True)
+    steps = (x.abs() / (largest / NORM_STEPS)).round_().nan_to_num_(0.0, 0.0, 0.0)
+    squares = steps.to(torch.int32).square_().unflatten(-1, (2, -1)).sum(-1, dtype=torch.int32)  # [..., G, 2]
+    # torch's float32 root on CPUs is not the nearest one everywhere, and a norm must be the same bits everywhere.
+    roots = squares.clamp(min=1).to(torch.float64).sqrt().to(torch.float32)
+    norms = (roots / NORM_STEPS).to(torch.float16).mT.contiguous()
+    spread = spread_norms(norms, x.shape[-1])
+    scale = _smallest_scale((x.abs() / spread).amax(-2), MAX_CODE[4])
+    codes = (x / (spread * scale.to(torch.float32).unsqueeze(-2))).round_()
+    return codes.clamp_(-MAX_CODE[4], MAX_CODE[4]).nan_to_num_(0.0).to(torch.int8), scale, norms
+
+
+def dequantise_values(codes: Tensor, scale: Tensor, norms: Tensor) -> Tensor:
+    """Invert `quantise_values`, whose results are the arguments; [..., group_size, head_dim] float32."""
+    return codes.to(torch.float32) * (spread_norms(norms, codes.shape[-1]) * scale.to(torch.float32).unsqueeze(-2))
+
+
+def spread_norms(norms: Tensor, head_dim: int) -> Tensor:
+    """Norms [..., 2, group_size] for every number of their group, [..., group_size, head_dim] float32."""
+    return norms.mT.to(torch.float32).repeat_interleave(head_dim // 2, dim=-1)
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:

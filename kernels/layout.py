@@ -9,7 +9,8 @@ tokens of one head:
     K scale     [head_dim]  float16         only in quantised formats
     K zero      [head_dim]  float16
     V scale     [head_dim]  float16
-    V zero      [head_dim]  float16
+    V zero      [head_dim]  float16         values of 8 bits
+    V norms     [2, group_size]  float16    values of 4 bits: a scale per half of the channels and token
 
 4-bit codes are packed by channel: K rows are [group_size, head_dim / 2] and V columns [head_dim / 2, group_size] bytes,
 with channel d in the low nibble and channel d + head_dim / 2 in the high one, each in two's complement. So the two
@@ -17,9 +18,8 @@ nibbles of a loaded tile are the two halves of the channels of the same tokens: 
 per half of q, and P @ V is two products with the same weights, without any exchange between threads. Packing tokens
 instead would split the softmax.
 
-A group takes (k_bits + v_bits) / 8 * group_size * head_dim + 8 * head_dim bytes, and every part of it starts at a
-multiple of 16 bytes for every head_dim and group_size that is a multiple of 16; with group_size 64 each group is one
-contiguous tile whose size is a multiple of 128.
+Every part of a group starts at a multiple of 16 bytes for every head_dim and group_size that is a multiple of 16; with
+group_size 64 each group is one contiguous tile whose size is a multiple of 128.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KV_FORMATS = (*CODE_BITS, "model")
 MODEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FIRST_MAX_PAGES = 8  # columns of a new page table; they grow in powers of two
 SCALE_DTYPE = torch.float16
-SCALE_PLANES = 4  # K scale, K zero, V scale, V zero
+SCALE_PLANES = 3  # K scale, K zero, V scale; V zero or V norms behind them
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,11 @@ class PageLayout:
         return CODE_BITS[self.kv_format][1] if self.is_quantised else 8 * self.model_dtype.itemsize
 
     @property
+    def has_norms(self) -> bool:
+        """Whether values have scales per token, and no zero-points."""
+        return self.v_bits == 4
+
+    @property
     def groups_per_page(self) -> int:
         """Groups of one head in a page."""
         return self.page_size // self.group_size
@@ -116,7 +121,8 @@ class PageLayout:
     @cached_property
     def scale_bytes(self) -> int:
         """Bytes of all scales and zero-points of one group."""
-        return SCALE_PLANES * self.head_dim * SCALE_DTYPE.itemsize if self.is_quantised else 0
+        last = 2 * self.group_size if self.has_norms else self.head_dim
+        return (SCALE_PLANES * self.head_dim + last) * SCALE_DTYPE.itemsize if self.is_quantised else 0
 
     @cached_property
     def group_bytes(self) -> int:

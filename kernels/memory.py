@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from gemkv_compile.compat import bytes_at
-from gemkv_compile.kernels.formats import clamp_finite, dequantise_groups, pack_codes, quantise_groups, unpack_codes
+from gemkv_compile.kernels.formats import (
+    clamp_finite,
+    dequantise_groups,
+    dequantise_values,
+    pack_codes,
+    quantise_groups,
+    quantise_values,
+    unpack_codes,
+)
 from gemkv_compile.kernels.layout import SCALE_DTYPE, SCALE_PLANES, PageLayout
 
 
@@ -18,12 +26,14 @@ class GroupViews(NamedTuple):
 
     k: [..., group_size, head_dim] element dtype; of 4-bit codes [..., group_size, head_dim / 2], two in one.
     v: [..., head_dim, group_size] element dtype; of 4-bit codes [..., head_dim / 2, group_size].
-    scales: [..., 4, head_dim] float16 (K scale, K zero, V scale, V zero), or None in format "model".
+    scales: [..., 3, head_dim] float16 (K scale, K zero, V scale), or None in format "model".
+    v_last: V zero [..., head_dim] float16, or V norms [..., 2, group_size] of values of 4 bits, or None.
     """
 
     k: Tensor
     v: Tensor
     scales: Tensor | None
+    v_last: Tensor | None
 
 
 def page_bytes(address: int, layout: PageLayout, device: torch.device) -> Tensor:
@@ -38,9 +48,10 @@ def split_groups(data: Tensor, layout: PageLayout) -> GroupViews:
     k = data[..., :k_end].view(dtype).unflatten(-1, (group, -1))
     v = data[..., k_end : k_end + layout.v_bytes].view(dtype).unflatten(-1, (-1, group))
     if not layout.is_quantised:
-        return GroupViews(k, v, None)
-    scales = data[..., k_end + layout.v_bytes :].view(SCALE_DTYPE).unflatten(-1, (SCALE_PLANES, layout.head_dim))
-    return GroupViews(k, v, scales)
+        return GroupViews(k, v, None, None)
+    planes, end = data[..., k_end + layout.v_bytes :].view(SCALE_DTYPE), SCALE_PLANES * layout.head_dim
+    scales, last = planes[..., :end].unflatten(-1, (SCALE_PLANES, layout.head_dim)), planes[..., end:]
+    return GroupViews(k, v, scales, last.unflatten(-1, (2, group)) if layout.has_norms else last)
 
 
 def unpack_groups(views: GroupViews, layout: PageLayout) -> tuple[Tensor, Tensor]:
@@ -65,10 +76,11 @@ def pack_groups(k: Tensor, v: Tensor, layout: PageLayout) -> Tensor:
     """
     data = torch.empty(*k.shape[:-2], layout.group_bytes, dtype=torch.uint8, device=k.device)
     views = split_groups(data, layout)
-    if views.scales is not None:
+    if views.scales is not None and views.v_last is not None:
         k, k_scale, k_zero = quantise_groups(k, layout.k_bits)
-        v, v_scale, v_zero = quantise_groups(v, layout.v_bits)
-        views.scales.copy_(torch.stack((k_scale, k_zero, v_scale, v_zero), dim=-2))
+        v, v_scale, v_last = quantise_values(v) if layout.has_norms else quantise_groups(v)
+        views.scales.copy_(torch.stack((k_scale, k_zero, v_scale), dim=-2))
+        views.v_last.copy_(v_last)
         k, v = pack_codes(k, layout.k_bits), pack_codes(v, layout.v_bits)
     views.k.copy_(k)
     views.v.copy_(v.mT)
@@ -109,11 +121,12 @@ def read_groups(data: Tensor, layout: PageLayout) -> tuple[Tensor, Tensor]:
     """
     views = split_groups(data, layout)
     k, v = unpack_groups(views, layout)
-    if views.scales is None:
+    if views.scales is None or views.v_last is None:
         k, v = k.to(torch.float32), v.to(torch.float32)
     else:
-        k_scale, k_zero, v_scale, v_zero = views.scales.unbind(-2)
-        k, v = dequantise_groups(k, k_scale, k_zero), dequantise_groups(v, v_scale, v_zero)
+        k_scale, k_zero, v_scale = views.scales.unbind(-2)
+        k = dequantise_groups(k, k_scale, k_zero)
+        v = (dequantise_values if layout.has_norms else dequantise_groups)(v, v_scale, views.v_last)
     return k.flatten(-3, -2), v.flatten(-3, -2)
 
 

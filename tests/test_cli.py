@@ -54,10 +54,11 @@ def test_explain_as_json(folder, capsys):
 
 def test_mistakes_are_one_line(capsys):
     assert main(["explain", "no/such/model"]) == 1
-    assert main(["explain", ".", "--kv-format", "int4"]) == 1
+    assert main(["explain", ".", "--kv-format", "int3"]) == 1
     errors = capsys.readouterr().err
     assert (
-        "no/such/model does not exist; give a folder" in errors and "kv_format='int4' is not in this version" in errors
+        "no/such/model does not exist; give a folder" in errors
+        and "kv_format must be one of 'int8', 'k8v4', 'int4', 'model', got 'int3'" in errors
     )
     with pytest.raises(SystemExit) as usage:
         main(["nonsense"])

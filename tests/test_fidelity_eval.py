@@ -4,6 +4,7 @@ import json
 import math
 
 import numpy as np
+import paged_cases as cases
 import pytest
 import torch
 from tiny_models import build, prompt
@@ -14,7 +15,7 @@ from gemkv_compile.errors import GemkvError, InvalidOption
 from gemkv_compile.fidelity import metrics, needle, text
 from gemkv_compile.fidelity.attention import runs
 from gemkv_compile.fidelity.decode_path import DecodePath
-from gemkv_compile.fidelity.formats import REFERENCE_FORMAT, TESTED, Format, as_int8, formats_of_run, noise_floor
+from gemkv_compile.fidelity.formats import REFERENCE_FORMAT, TESTED, Format, formats_of_run, noise_floor
 from gemkv_compile.fidelity.measure import measure_needles, measure_text
 from gemkv_compile.fidelity.parallel_path import ParallelPath
 from gemkv_compile.fidelity.result import found_in_all, rows_of
@@ -159,11 +160,18 @@ def test_a_format_of_infinities_is_seen():
     assert math.isnan(row.kl.value) and math.isnan(row.perplexity.high)
 
 
-def test_int8_is_the_product_s():
+@pytest.mark.parametrize("name, k_bits, v_bits", [("int8", 8, 8), ("k8v4", 8, 4), ("int4", 4, 4)])
+def test_formats_are_the_product_s(name, k_bits, v_bits):
     rows = torch.randn(2, 2, 128, 16)
-    assert as_int8(rows).shape == rows.shape and 0 < (as_int8(rows) - rows).abs().max() < 0.05
-    with pytest.raises(InvalidOption, match="--formats takes int8, model, got 'int4'"):
-        formats_of_run(["int4"], torch.float32)
+    groups = rows.unflatten(2, (2, 64)).numpy()
+    for store, bits, values in zip(TESTED[name].stores, (k_bits, v_bits), (False, True), strict=True):
+        expected = cases.numpy_dequantise(groups, bits, values).reshape(rows.shape)
+        np.testing.assert_allclose(store(rows), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_formats_of_a_run_have_names():
+    with pytest.raises(InvalidOption, match="--formats takes int8, k8v4, int4, model, got 'int3'"):
+        formats_of_run(["int3"], torch.float32)
 
 
 def test_windows():

@@ -14,12 +14,13 @@ from tiny_models import prompt, tuple_model
 
 import gemkv_compile
 from gemkv_compile.errors import GemkvError, ReleasedHandle
+from gemkv_compile.kernels.layout import KV_FORMATS
 from gemkv_compile.runtime.handle import KEYS, VALUES, PagedKVTensor, make_handle
 from gemkv_compile.runtime.importing import import_dense
 from gemkv_compile.runtime.pool import pools
 
 
-@pytest.fixture(params=["model", "int8"])
+@pytest.fixture(params=KV_FORMATS)
 def kv_format(request):
     return request.param
 

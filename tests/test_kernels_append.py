@@ -19,6 +19,9 @@ FORMATS = [
     ("int8", torch.float32),
     ("int8", torch.bfloat16),
     ("int8", torch.float16),
+    ("k8v4", torch.bfloat16),
+    ("int4", torch.float32),
+    ("int4", torch.float16),
     ("model", torch.float32),
     ("model", torch.bfloat16),
     ("model", torch.float16),
@@ -49,23 +52,35 @@ def same_caches(a, b):
     return pages and tails and torch.equal(a.seq_lens, b.seq_lens)
 
 
+def as_bytes(codes, bits):
+    """Codes [tokens, head_dim] as they are stored, uint8 [tokens, head_dim * bits / 8]."""
+    if bits == 8:
+        return codes.view(np.uint8)
+    low, high = np.split(codes.astype(np.int32) % 16, 2, axis=1)
+    return (low + 16 * high).astype(np.uint8)
+
+
+@pytest.mark.parametrize("kv_format", list(cases.BITS))
 @pytest.mark.parametrize(
     "page_size, group_size, heads, head_dim", [(64, 64, 1, 16), (128, 32, 2, 48), (192, 64, 3, 32)]
 )
-def test_int8_bytes(page_size, group_size, heads, head_dim):
-    cache = cases.PagedCache(2, heads, head_dim, page_size, group_size)
+def test_bytes_of_codes(page_size, group_size, heads, head_dim, kv_format):
+    cache = cases.PagedCache(2, heads, head_dim, page_size, group_size, kv_format)
     k, v = tokens(cache, page_size + group_size)
     cache.append(k, v)
-    plane = group_size * head_dim
+    k_bits, v_bits = cases.BITS[kv_format]
+    k_end = group_size * head_dim * k_bits // 8
+    v_end = k_end + group_size * head_dim * v_bits // 8
     for token in range(0, page_size + group_size, group_size):
         for head, data in enumerate(raw_group(cache, 1, token)):
-            parts = [cases.numpy_quantise(x[1, head, token : token + group_size].numpy()) for x in (k, v)]
-            (k_codes, *k_scales), (v_codes, *v_scales) = parts
-            rows, columns = data[: 2 * plane].view(np.int8).reshape(2, plane)
-            np.testing.assert_array_equal(rows.reshape(group_size, head_dim), k_codes)
-            np.testing.assert_array_equal(columns.reshape(head_dim, group_size), v_codes.T)
-            scales = data[2 * plane :].view(np.float16).reshape(4, head_dim)
-            np.testing.assert_array_equal(scales, np.stack((*k_scales, *v_scales)))
+            keys, values = (x[1, head, token : token + group_size].numpy() for x in (k, v))
+            k_codes, *k_scales = cases.numpy_quantise(keys, k_bits)
+            v_codes, *v_scales = cases.numpy_quantise(values) if v_bits == 8 else cases.numpy_quantise_values(values)
+            np.testing.assert_array_equal(data[:k_end].reshape(group_size, -1), as_bytes(k_codes, k_bits))
+            np.testing.assert_array_equal(data[k_end:v_end].reshape(-1, group_size), as_bytes(v_codes, v_bits).T)
+            scales = np.concatenate([part.flatten() for part in (*k_scales, *v_scales)])
+            np.testing.assert_array_equal(data[v_end:].view(np.float16), scales)
+            assert k_end % 16 == v_end % 16 == cache.layout.group_bytes % 16 == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -232,8 +247,8 @@ def test_groups_are_packed_written_and_gathered():
 def test_views_share_the_page_memory():
     cache = cases.PagedCache(1, 1, 16, 64, 32)
     views = group_views(int(cache.page_table[0, 0]), cache.layout, CPU)
-    assert views.k.shape == (1, 2, 32, 16) and views.v.shape == (1, 2, 16, 32) and views.scales.shape == (1, 2, 4, 16)
-    views.k.fill_(1), views.v.fill_(2), views.scales.fill_(1)
+    assert views.k.shape == (1, 2, 32, 16) and views.v.shape == (1, 2, 16, 32) and views.scales.shape == (1, 2, 3, 16)
+    views.k.fill_(1), views.v.fill_(2), views.scales.fill_(1), views.v_last.fill_(1)
     assert (cache.page(0, 0) != 0xFF).all()
     assert (cache.memory == 0xFF).all(1).sum() == len(cache.memory) - 1
 
@@ -258,7 +273,11 @@ def test_views_share_the_page_memory():
             InvalidOption,
             r"page_size must be a positive multiple of group_size \(64\), got 100",
         ),
-        (lambda c, k: {"kv_format": "int3"}, InvalidOption, "kv_format must be one of int8, model, got 'int3'"),
+        (
+            lambda c, k: {"kv_format": "int3"},
+            InvalidOption,
+            "kv_format must be one of int8, k8v4, int4, model, got 'int3'",
+        ),
     ],
 )
 def test_errors(changes, error, message):

@@ -15,11 +15,20 @@ from gemkv_compile.kernels import ops, past
 from gemkv_compile.kernels.attend_chunk.reference import attend_chunk_reference
 from gemkv_compile.kernels.attend_chunk.tiles import TILE
 from gemkv_compile.kernels.attend_pages.reference import STEP_TOKENS, attend_pages_reference
+from gemkv_compile.kernels.layout import KV_FORMATS
 
 one_thread = cases.one_thread
 
 LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 200)
-FORMATS = [("int8", torch.float32), ("model", torch.float32), ("int8", torch.bfloat16), ("model", torch.float16)]
+FORMATS = [
+    ("int8", torch.float32),
+    ("k8v4", torch.float32),
+    ("int4", torch.float32),
+    ("model", torch.float32),
+    ("int8", torch.bfloat16),
+    ("int4", torch.bfloat16),
+    ("model", torch.float16),
+]
 formats = pytest.mark.parametrize("kv_format, dtype", FORMATS)
 
 
@@ -304,7 +313,7 @@ def test_decode_continues_a_chunk():
         torch.testing.assert_close(one, whole[:, :, t : t + 1], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kv_format", ["int8", "model"])
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_stored_nans_that_nobody_sees(kv_format):
     cache = cases.PagedCache(1, 1, 16, 64, 32, kv_format)
     k, v = (cases.normal(1, 1, 150, 16, seed=i) for i in range(2))
@@ -323,7 +332,7 @@ def test_stored_nans_that_nobody_sees(kv_format):
     assert all(torch.isfinite(x).all() for x in results)
 
 
-@pytest.mark.parametrize("kv_format", ["int8", "model"])
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_stored_nans_that_somebody_sees(kv_format):
     cache = cases.PagedCache(1, 1, 16, 64, 32, kv_format)
     k, v = (cases.normal(1, 1, 80, 16, seed=i) for i in range(2))
@@ -419,7 +428,7 @@ def check_gradients(cache, new, **rules):
         cases.assert_accurate(ours, reference, low)
 
 
-@pytest.mark.parametrize("kv_format", ["int8", "model"])
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("lengths", [(0, 0), (0, 65), (130, 130), (63, 200)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_gradients(kv_format, lengths, causal):

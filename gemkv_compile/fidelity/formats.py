@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from gemkv_compile.errors import InvalidOption
-from gemkv_compile.kernels.formats import dequantise_groups, quantise_groups
-from gemkv_compile.kernels.layout import KV_FORMATS
+from gemkv_compile.kernels.layout import CODE_BITS, KV_FORMATS, PageLayout
+from gemkv_compile.kernels.memory import pack_groups, read_groups
 from gemkv_compile.options import Options
 
 REFERENCE = "reference"
@@ -57,14 +57,19 @@ def as_bfloat16(rows: Tensor) -> Tensor:
     return rows.to(torch.bfloat16).to(rows.dtype)
 
 
-def as_int8(rows: Tensor) -> Tensor:
-    """Rows [..., n * 64, head_dim] of any float dtype through the product's own quantiser, same shape and dtype."""
-    groups = rows.unflatten(-2, (-1, GROUP))
-    return dequantise_groups(*quantise_groups(groups)).to(rows.dtype).flatten(-3, -2)
+def paged(name: str) -> Format:
+    """A format of pages, through the product's own quantiser and bytes."""
+
+    def store(rows: Tensor, which: int) -> Tensor:
+        layout = PageLayout(1, rows.shape[-1], GROUP, GROUP, name, rows.dtype)
+        groups = rows.unflatten(-2, (-1, GROUP))
+        return read_groups(pack_groups(groups, groups, layout), layout)[which].to(rows.dtype)
+
+    return Format(name, GROUP, lambda keys: store(keys, 0), lambda values: store(values, 1))
 
 
-# "model" keeps int8's groups, so that in the parallel path it runs through the same steps and must change nothing.
-TESTED = {"model": Format("model", GROUP, as_is), "int8": Format("int8", GROUP, as_int8)}
+# "model" keeps the others' groups, so that in the parallel path it runs through the same steps and must change nothing.
+TESTED = {"model": Format("model", GROUP, as_is)} | {name: paged(name) for name in CODE_BITS}
 REFERENCE_FORMAT = Format(REFERENCE, 1, as_is)
 
 

@@ -13,14 +13,17 @@ import triton.language as tl
 from torch import Tensor
 
 from gemkv_compile.errors import InvalidOption
-from gemkv_compile.kernels.formats import HALF_MAX, MAX_CODE
+from gemkv_compile.kernels.append_kv.kernel_quantise import (
+    LARGEST_OF_4,
+    LARGEST_OF_8,
+    load_tokens,
+    quantise_channels,
+    quantise_values,
+    token_norms,
+)
 from gemkv_compile.kernels.layout import PageLayout
 
 BLOCK_D = 64  # channels that a program quantises at once: a [64, 64] tile takes 32 registers a thread; even
-_HALF_MAX = tl.constexpr(HALF_MAX)
-_LARGEST = tl.constexpr(float(MAX_CODE[8]))
-_LARGEST_OF_4 = tl.constexpr(float(MAX_CODE[4]))
-_TO_NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds a small float32 to an integer, half to even
 
 
 def append_kv_triton(
@@ -94,11 +97,13 @@ def append_token(
         if address != 0:
             for head in range(HEADS):
                 block = address + (head * GROUPS_PER_PAGE + group % GROUPS_PER_PAGE).to(tl.int64) * GROUP_BYTES
+                norms = token_norms(tail + (HEADS + head) * GROUP * D, v + head * v_head, 0, v_dim, 0, fill, fill + 1,
+                               V_BITS, D, GROUP, BLOCK_D)  # fmt: skip
                 for first in tl.static_range(0, D, BLOCK_D):
-                    _commit(tail + head * GROUP * D, k + head * k_head, 0, k_dim, 0, fill, fill + 1, first, block,
-                            False, K_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
-                    _commit(tail + (HEADS + head) * GROUP * D, v + head * v_head, 0, v_dim, 0, fill, fill + 1, first,
-                            block, True, V_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
+                    _commit(tail + head * GROUP * D, k + head * k_head, 0, k_dim, 0, fill, fill + 1, norms, first,
+                            block, False, K_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
+                    _commit(tail + (HEADS + head) * GROUP * D, v + head * v_head, 0, v_dim, 0, fill, fill + 1, norms,
+                            first, block, True, V_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
     tl.debug_barrier()  # every thread has read the length
     tl.store(seq_lens + row * lens_batch, length + 1)
 
@@ -128,6 +133,7 @@ def append_chunk(
         new = k + row * k_batch + head * k_head
         token_stride, dim_stride = k_token, k_dim
     rows = tail + row * tail_batch + (is_value.to(tl.int64) * HEADS + head) * GROUP * D
+    block = length.to(tl.int64) * 0  # the address of the group's tile; 0: there is none
     if step < complete:
         group = length // GROUP + step
         page = group // GROUPS_PER_PAGE
@@ -135,22 +141,53 @@ def append_chunk(
         address = tl.load(page_table + row * table_batch + page % max_pages * table_page)
         if (page > newest - max_pages) & (address != 0):
             block = address + (head * GROUPS_PER_PAGE + group % GROUPS_PER_PAGE).to(tl.int64) * GROUP_BYTES
-            if is_value:
-                _commit(rows, new, token_stride, dim_stride, step, fill, total, first, block,
-                        True, V_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
-            else:
-                _commit(rows, new, token_stride, dim_stride, step, fill, total, first, block,
-                        False, K_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
-    if step == 0:
-        tl.debug_barrier()  # the first group has been read, these channels of it, before the tail is written
-        if is_value:
-            dim = _channels(first, V_BITS, D, BLOCK_D)
-        else:
-            dim = _channels(first, K_BITS, D, BLOCK_D)
-        token = complete * GROUP + tl.arange(0, GROUP)[:, None]
-        inside = (token >= fill) & (token < total) & (dim < D)[None, :]
-        x = tl.load(new + (token - fill).to(tl.int64) * token_stride + dim[None, :] * dim_stride, mask=inside)
-        tl.store(rows + (token - complete * GROUP) * D + dim[None, :], x, mask=inside)
+    if is_value:
+        _part(rows, new, token_stride, dim_stride, step, fill, total, first, block,
+              True, V_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
+    else:
+        _part(rows, new, token_stride, dim_stride, step, fill, total, first, block,
+              False, K_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
+
+
+@triton.jit
+def _part(
+    rows, new, token_stride, dim_stride, step, fill, total, first, block, IS_VALUE: tl.constexpr, BITS: tl.constexpr,
+    D: tl.constexpr, GROUP: tl.constexpr, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr, QUANTISED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """What one program of `append_chunk` writes. A barrier: the first group is read before the tail is written."""
+    if IS_VALUE and BITS == 4:  # norms are of all channels, so one program has them all
+        if first == 0:
+            if block != 0:
+                norms = token_norms(rows, new, token_stride, dim_stride, step, fill, total, BITS, D, GROUP, BLOCK_D)
+                for at in range(0, D, BLOCK_D):
+                    _commit(rows, new, token_stride, dim_stride, step, fill, total, norms, at, block,
+                            IS_VALUE, BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
+            if step == 0:
+                tl.debug_barrier()
+                for at in range(0, D, BLOCK_D):
+                    _fill_tail(rows, new, token_stride, dim_stride, fill, total, at, BITS, D, GROUP, BLOCK_D)
+    else:
+        if block != 0:
+            _commit(rows, new, token_stride, dim_stride, step, fill, total, (0, 0), first, block,
+                    IS_VALUE, BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
+        if step == 0:
+            tl.debug_barrier()
+            _fill_tail(rows, new, token_stride, dim_stride, fill, total, first, BITS, D, GROUP, BLOCK_D)
+
+
+@triton.jit
+def _fill_tail(
+    rows, new, token_stride, dim_stride, fill, total, first,
+    BITS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Write the new tokens of the incomplete group to the tail: the channels that `_commit` reads for this block."""
+    dim = _channels(first, BITS, D, BLOCK_D)[None, :]
+    begin = total // GROUP * GROUP
+    token = begin + tl.arange(0, GROUP)[:, None]
+    inside = (token >= fill) & (token < total) & (dim < D)
+    x = tl.load(new + (token - fill).to(tl.int64) * token_stride + dim * dim_stride, mask=inside)
+    tl.store(rows + (token - begin) * D + dim, x, mask=inside)
 
 
 @triton.jit
@@ -164,71 +201,36 @@ def _channels(first, BITS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr)
 
 
 @triton.jit
-def _tokens(
-    tail, new, token_stride, dim_stride, step, fill, total, dim,
-    END: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """Group `step` of the `fill` tokens of the tail and the new ones behind them, [GROUP, channels below END]."""
-    token = step * GROUP + tl.arange(0, GROUP)[:, None]
-    inside = (dim < END)[None, :]
-    old = tl.load(tail + token * D + dim[None, :], mask=(token < fill) & inside, other=0.0)
-    place = new + (token - fill).to(tl.int64) * token_stride + dim[None, :] * dim_stride
-    return tl.where(token < fill, old, tl.load(place, mask=(token >= fill) & (token < total) & inside, other=0.0))
-
-
-@triton.jit
 def _commit(
-    tail, new, token_stride, dim_stride, step, fill, total, first, block, IS_VALUE: tl.constexpr, BITS: tl.constexpr,
-    D: tl.constexpr, GROUP: tl.constexpr, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr, QUANTISED: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    tail, new, token_stride, dim_stride, step, fill, total, norms, first, block, IS_VALUE: tl.constexpr,
+    BITS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr,
+    QUANTISED: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Write a group's keys as rows or its values as columns to the tile at address `block`, see `kernels.layout`.
 
-    The channels are those of `_channels`, the group is that of `_tokens`.
+    The channels are those of `_channels`, the group that of `load_tokens`; norms: its `token_norms`, if it has some.
     """
     scales = (block + K_BYTES + V_BYTES).to(tl.pointer_type(tl.float16)) + (2 * D if IS_VALUE else 0)
     WIDTH: tl.constexpr = D // 2 if BITS == 4 else D
+    token = tl.arange(0, GROUP)
     if BITS == 4:
         dim = first // 2 + tl.arange(0, BLOCK_D // 2)
-        x = _tokens(tail, new, token_stride, dim_stride, step, fill, total, dim, WIDTH, D, GROUP)
-        low = _quantise(x, scales, dim, WIDTH, D, _LARGEST_OF_4)
-        x = _tokens(tail, new, token_stride, dim_stride, step, fill, total, dim + WIDTH, D, D, GROUP)
-        high = _quantise(x, scales, dim + WIDTH, D, D, _LARGEST_OF_4)
+        x = load_tokens(tail, new, token_stride, dim_stride, step, fill, total, dim, WIDTH, D, GROUP)
+        y = load_tokens(tail, new, token_stride, dim_stride, step, fill, total, dim + WIDTH, D, D, GROUP)
+        if IS_VALUE:
+            low = quantise_values(x, norms[0], scales, dim, WIDTH)
+            high = quantise_values(y, norms[1], scales, dim + WIDTH, D)
+            tl.store(scales + D + token, norms[0])  # every block of channels writes the same numbers
+            tl.store(scales + D + GROUP + token, norms[1])
+        else:
+            low = quantise_channels(x, scales, dim, WIDTH, D, LARGEST_OF_4)
+            high = quantise_channels(y, scales, dim + WIDTH, D, D, LARGEST_OF_4)
         x = (low & 15) | (high << 4)
     else:
         dim = first + tl.arange(0, BLOCK_D)
-        x = _tokens(tail, new, token_stride, dim_stride, step, fill, total, dim, D, D, GROUP)
+        x = load_tokens(tail, new, token_stride, dim_stride, step, fill, total, dim, D, D, GROUP)
         if QUANTISED:
-            x = _quantise(x, scales, dim, D, D, _LARGEST)
-    token = tl.arange(0, GROUP)[:, None]
-    place = dim[None, :] * GROUP + token if IS_VALUE else token * WIDTH + dim[None, :]
+            x = quantise_channels(x, scales, dim, D, D, LARGEST_OF_8)
+    place = dim[None, :] * GROUP + token[:, None] if IS_VALUE else token[:, None] * WIDTH + dim[None, :]
     plane = block + K_BYTES if IS_VALUE else block
     tl.store(plane.to(tl.pointer_type(x.dtype)) + place, x, mask=(dim < WIDTH)[None, :])
-
-
-@triton.jit
-def _quantise(x, scales, dim, END: tl.constexpr, D: tl.constexpr, LARGEST: tl.constexpr):
-    """Codes int8 of x [GROUP, channels], after storing their scales and, D numbers on, their zero-points.
-
-    The arithmetic of `formats.quantise_groups`.
-    """
-    x = x.to(tl.float32)
-    low, high = tl.min(x, 0), tl.max(x, 0)
-    # min and max pass over NaN here, and only a marked channel keeps it from becoming a plausible number.
-    broken = tl.max(((x != x) | (tl.abs(x) == float("inf"))).to(tl.int32), 0) != 0
-    zero = tl.minimum(tl.maximum(low * 0.5 + high * 0.5, -_HALF_MAX), _HALF_MAX).to(tl.float16)
-    middle = zero.to(tl.float32)
-    reach = tl.maximum(high - middle, middle - low)
-    scale = tl.div_rn(reach, tl.full(reach.shape, LARGEST, tl.float32)).to(tl.float16)
-    # LARGEST * scale is exact in float32; the next float16 above a non-negative one has the next bit pattern.
-    short = (scale.to(tl.float32) * LARGEST < reach).to(tl.int16)
-    scale = (scale.to(tl.int16, bitcast=True) + short).to(tl.float16, bitcast=True)
-    scale = tl.where(scale == 0.0, 1.0, scale).to(tl.float16)
-    scale = tl.where(broken, float("nan"), scale).to(tl.float16)
-    tl.store(scales + dim, scale, mask=dim < END)
-    tl.store(scales + D + dim, zero, mask=dim < END)
-    spread = tl.broadcast_to(scale.to(tl.float32)[None, :], x.shape)
-    codes = tl.div_rn(x - middle[None, :], spread)
-    codes = tl.where(codes == codes, tl.minimum(tl.maximum(codes, -LARGEST), LARGEST), 0.0)
-    codes = (codes + _TO_NEAREST) - _TO_NEAREST
-    return codes.to(tl.int8)

@@ -29,6 +29,17 @@ def decode_codes(codes, planes, has, PLANE: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
+def decode_values(codes, planes, norms, has, there, F: tl.constexpr):
+    """Codes [block_n, dim] of 4-bit values as float32; norms are pointers [block_n] to those of the lower half."""
+    d = tl.arange(0, F.dim)
+    scale = tl.load(planes + 2 * F.head_dim, mask=has, other=0).to(tl.float32)
+    low = tl.load(norms, mask=there, other=0).to(tl.float32)
+    high = tl.load(norms + F.group_size, mask=there, other=0).to(tl.float32)
+    spread = tl.where((d >= F.head_dim // 2)[None, :], high[:, None], low[:, None])
+    return codes.to(tl.float32) * (spread * scale[None, :])
+
+
+@triton.jit
 def attend_pages(state, q, table, table_p, max_pages, head_group, low, full, high, view, F: tl.constexpr):
     """The state after the pages of the tokens low .. high - 1; every query sees those from full on.
 
@@ -51,7 +62,8 @@ def attend_pages(state, q, table, table_p, max_pages, head_group, low, full, hig
         following = tl.load(table + after // F.page_size % max_pages * table_p, mask=after < high, other=0)
         base = address + (head_group + at % F.page_size // F.group_size).to(tl.int64) * F.group_bytes
         data = tl.multiple_of(base.to(tl.pointer_type(ELEMENT)), 16)  # a fact of the layout
-        planes = tl.multiple_of((base + F.k_bytes + F.v_bytes).to(tl.pointer_type(tl.float16)), 16) + d
+        scales = tl.multiple_of((base + F.k_bytes + F.v_bytes).to(tl.pointer_type(tl.float16)), 16)
+        planes = scales + d
         has, row = (d < F.head_dim) & (address != 0), n
         if F.group_size != BLOCK_N:
             row = n + tl.multiple_of(at % F.group_size, BLOCK_N)
@@ -67,7 +79,10 @@ def attend_pages(state, q, table, table_p, max_pages, head_group, low, full, hig
         seen = seen_tokens(at + n, low, high, view, F) & (address != 0)
         state, weights, seen = weigh_keys(state, q, keys, at, seen, address != 0, at >= full, view, F)
         values = tl.trans(values)
-        if F.quantised:
+        if F.v_bits == 4:
+            norms = scales + 3 * F.head_dim + row
+            values = decode_values(values, planes, norms, has, address != 0, F).to(q.dtype)
+        elif F.quantised:
             values = decode_codes(values, planes, has, 2, F).to(q.dtype)
         state = add_values(state, weights, values, seen, F, False)
         address = following

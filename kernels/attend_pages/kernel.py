@@ -2,8 +2,8 @@
 
 A program takes a run of 64-token groups of one K/V head and leaves an unnormalised sum; a second launch combines them.
 With k = code * scale + zero per channel of a group, q . k = (q * scale) . code + q . zero, so codes go to the tensor
-cores as they are, and the same holds for the values. 4-bit codes come two in a byte: the low and the high nibbles are
-two tiles, the first and the second half of the channels (`kernels.layout`), with a product each.
+cores as they are, and the same holds for the values; scales per token go into the weights. 4-bit codes come two in a
+byte: low and high nibbles are two tiles, the two halves of the channels (`kernels.layout`), with a product each.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -28,7 +28,6 @@ from gemkv_compile.kernels.attend_pages.kernel_parts import (
     load_rows,
     low_codes,
     multiply_keys,
-    weigh_codes,
 )
 from gemkv_compile.kernels.layout import PageLayout
 from gemkv_compile.kernels.results import empty_results
@@ -217,10 +216,12 @@ def attend_split(
             k_scale = load_plane(block, SCALES, k_dim, alive, K_DIM, K_PADDED)
             k_zero = load_plane(block, SCALES + 2 * D, k_dim, alive, K_DIM, K_PADDED)
             v_scale = load_plane(block, SCALES + 4 * D, v_dim, alive, V_DIM, V_PADDED)
-            v_zero = load_plane(block, SCALES + 6 * D, v_dim, alive, V_DIM, V_PADDED)
             if V_BITS == 4:
                 v_scale_high = load_plane(block, SCALES + 5 * D, v_dim, alive, V_DIM, V_PADDED)
-                v_zero_high = load_plane(block, SCALES + 7 * D, v_dim, alive, V_DIM, V_PADDED)
+                norms = load_plane(block, SCALES + 6 * D, token, alive, GROUP, GROUP)
+                norms_high = load_plane(block, SCALES + 6 * D + 2 * GROUP, token, alive, GROUP, GROUP)
+            else:
+                v_zero = load_plane(block, SCALES + 6 * D, v_dim, alive, V_DIM, V_PADDED)
             if K_BITS == 4:
                 scale_high = load_plane(block, SCALES + D, k_dim, alive, K_DIM, K_PADDED)
                 zero_high = load_plane(block, SCALES + 3 * D, k_dim, alive, K_DIM, K_PADDED)
@@ -242,12 +243,13 @@ def attend_split(
         total = total * decay + sum_of_weights
         weighted = weighted * decay[None, :]
         if V_BITS == 4:
-            weighted_high = weighted_high * decay[None, :]
-            high = high_codes(values)
-            weighted_high += weigh_codes(high, weights, sum_of_weights, v_scale_high, v_zero_high, query.dtype)
-            values = low_codes(values)
-        if QUANTISED:
-            weighted += weigh_codes(values, weights, sum_of_weights, v_scale, v_zero, query.dtype)
+            part = exact_dot(low_codes(values).to(query.dtype), (weights * norms[:, None]).to(query.dtype))
+            weighted += part * v_scale[:, None]
+            part = exact_dot(high_codes(values).to(query.dtype), (weights * norms_high[:, None]).to(query.dtype))
+            weighted_high = weighted_high * decay[None, :] + part * v_scale_high[:, None]
+        elif QUANTISED:
+            part = exact_dot(values.to(query.dtype), weights.to(query.dtype))
+            weighted += part * v_scale[:, None] + v_zero[:, None] * sum_of_weights[None, :]
         else:
             weighted += exact_dot(values, weights.to(query.dtype))
         peak = new_peak

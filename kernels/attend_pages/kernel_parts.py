@@ -62,13 +62,6 @@ def multiply_keys(codes, query, scale, zero):
 
 
 @triton.jit
-def weigh_codes(codes, weights, sum_of_weights, scale, zero, dtype: tl.constexpr):
-    """Sum [channels, query heads] of codes [channels, GROUP] under weights [GROUP, query heads]."""
-    part = exact_dot(codes.to(dtype), weights.to(dtype))
-    return part * scale[:, None] + zero[:, None] * sum_of_weights[None, :]
-
-
-@triton.jit
 def exact_dot(left, right):
     """A product in float32, exact for float32 operands."""
     return tl.dot(left, right, input_precision="ieee")

@@ -1,6 +1,6 @@
 """Attention of one new token to its paged past, in plain torch: the oracle of the kernel, and what runs on CPUs.
 
-Codes are never dequantised: with k = code * scale + zero, q . k = (q * scale) . code + q . zero holds per group, and
+Codes are not dequantised: with k = code * scale + zero, q . k = (q * scale) . code + q . zero holds per group, and
 the same goes for the values.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gemkv_compile.kernels.formats import spread_norms
 from gemkv_compile.kernels.layout import PageLayout
 from gemkv_compile.kernels.memory import split_groups, unpack_groups
 from gemkv_compile.kernels.past import Past
@@ -86,17 +87,22 @@ class _PagedTokens:
         self.k, self.v = _packed_float(k), _packed_float(v.mT)
         shown = visible.flatten(1, 3).any(1).unflatten(1, (-1, layout.group_size))[:, None, :, None]  # [B, 1, n, 1, G]
         self.planes: tuple[Tensor, ...] = ()
-        if views.scales is None:
+        self.v_zero: Tensor | None = None
+        if views.scales is None or views.v_last is None:
             self.v = self.v.masked_fill(~shown, 0.0)
+            return
+        hidden = ~shown.any(-1, keepdim=True)
+        self.planes = _packed_float(views.scales).masked_fill(hidden, 0.0).split(1, dim=-2)  # each [B, Hkv, n, 1, D]
+        if layout.has_norms:
+            self.v *= spread_norms(views.v_last.masked_fill(hidden, 0.0), layout.head_dim).mT
         else:
-            scales = _packed_float(views.scales).masked_fill(~shown.any(-1, keepdim=True), 0.0)
-            self.planes = scales.split(1, dim=-2)  # each [B, Hkv, n, 1, D]
+            self.v_zero = _packed_float(views.v_last.unsqueeze(-2)).masked_fill(hidden, 0.0)
 
     def scores(self, query: Tensor) -> Tensor:
         """Products [batch, Hkv, groups, 1, n * group_size] of queries [batch, Hkv, groups, D] with the keys."""
         query = query.unsqueeze(2)
         if self.planes:
-            k_scale, k_zero, _, _ = self.planes
+            k_scale, k_zero, _ = self.planes
             scores = (query * k_scale) @ self.k.mT + (query * k_zero).sum(-1, keepdim=True)
         else:
             scores = query @ self.k.mT
@@ -107,8 +113,9 @@ class _PagedTokens:
         grouped = weights.squeeze(3).unflatten(-1, (self.k.shape[2], -1)).transpose(2, 3)  # [B, Hkv, n, groups, G]
         values = grouped @ self.v.mT
         if self.planes:
-            _, _, v_scale, v_zero = self.planes
-            values = values * v_scale + grouped.sum(-1, keepdim=True) * v_zero
+            values = values * self.planes[2]
+        if self.v_zero is not None:
+            values = values + grouped.sum(-1, keepdim=True) * self.v_zero
         return values.sum(2).unsqueeze(3)
 
 

@@ -60,8 +60,29 @@ def numpy_quantise(x, bits=8):
     return np.clip(codes, -largest, largest).astype(np.int8), scale, zero
 
 
-def numpy_dequantise(x, bits=8):
+def numpy_quantise_values(x):
+    """Codes, channel scales [..., D] and norms [..., 2, G] of groups of 4-bit values, written down a second time."""
+    x = np.asarray(x, dtype=np.float32)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        steps = np.rint(np.abs(x) / (np.abs(x).max(axis=-2, keepdims=True) / np.float32(1023)))
+        steps = np.where(np.isfinite(steps), steps, 0).astype(np.int64)
+        halves = np.stack(np.split(steps * steps, 2, axis=-1), axis=-3).sum(axis=-1)  # [..., 2, G]
+        norms = (np.sqrt(np.maximum(halves, 1).astype(np.float32)) / np.float32(1023)).astype(np.float16)
+        spread = np.repeat(np.swapaxes(norms, -1, -2).astype(np.float32), x.shape[-1] // 2, axis=-1)
+        reach = (np.abs(x) / spread).max(axis=-2)
+        scale = (reach / np.float32(7)).astype(np.float16)
+        short = scale.astype(np.float64) * 7 < reach
+        scale = np.where(short, np.nextafter(scale, np.float16(np.inf)), scale)
+        scale = np.where(reach == 0, np.float16(1), scale)
+        codes = np.rint(x / (spread * scale.astype(np.float32)[..., None, :]))
+    return np.clip(np.nan_to_num(codes), -7, 7).astype(np.int8), scale, norms
+
+
+def numpy_dequantise(x, bits=8, values=False):
     """What the format makes of groups [..., G, D], float64."""
+    if values and bits == 4:
+        codes, scale, norms = (part.astype(np.float64) for part in numpy_quantise_values(x))
+        return codes * scale[..., None, :] * np.repeat(np.swapaxes(norms, -1, -2), codes.shape[-1] // 2, axis=-1)
     codes, scale, zero = (part.astype(np.float64) for part in numpy_quantise(x, bits))
     return codes * scale[..., None, :] + zero[..., None, :]
 
@@ -117,7 +138,8 @@ class PagedCache:
         if not self.layout.is_quantised or not end:
             return tokens
         groups = tokens[:, :, :end].unflatten(2, (-1, self.layout.group_size)).to(torch.float32).numpy()
-        both = [numpy_dequantise(x, bits) for x, bits in zip(groups, BITS[self.layout.kv_format], strict=True)]
+        k_bits, v_bits = BITS[self.layout.kv_format]
+        both = numpy_dequantise(groups[0], k_bits), numpy_dequantise(groups[1], v_bits, values=True)
         stored = torch.from_numpy(np.stack(both)).flatten(2, 3)
         return torch.cat((stored, tokens[:, :, end:]), dim=2)
 
