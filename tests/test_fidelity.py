@@ -1,4 +1,4 @@
-"""int8: what the model computes is what eager computes over independently quantised keys and values."""
+"""Quantised formats: what the model computes is what eager computes over independently quantised keys and values."""
 
 import pytest
 import torch
@@ -23,25 +23,29 @@ def teacher_forced(model, ids, prompt_tokens, cache):
 
 
 CELLS = [
-    ("gemma3", "sdpa"),
-    ("gemma2", "eager"),
-    ("llama", "sdpa"),
-    ("gemma1", "eager"),
-    ("qwen3", "sdpa"),
-    ("mistral", "sdpa"),
+    ("gemma3", "sdpa", "int8"),
+    ("gemma3", "sdpa", "k8v4"),
+    ("gemma3", "sdpa", "int4"),
+    ("gemma2", "eager", "int8"),
+    ("gemma2", "eager", "int4"),
+    ("llama", "sdpa", "int8"),
+    ("llama", "sdpa", "k8v4"),
+    ("gemma1", "eager", "int8"),
+    ("qwen3", "sdpa", "int8"),
+    ("mistral", "sdpa", "int8"),
 ]
 
 
-@pytest.mark.parametrize("family, attention", CELLS)
+@pytest.mark.parametrize("family, attention, kv_format", CELLS)
 @pytest.mark.parametrize("prompt_tokens", [1, 100])
-def test_logits_are_those_of_the_format(family, attention, prompt_tokens):
+def test_logits_are_those_of_the_format(family, attention, kv_format, prompt_tokens):
     """The budget is derived: twice float32's own noise (eager against float64) plus nothing for quantisation,
     because both sides quantise; and the distance from exact eager is that of the independent model."""
     plain, ids = build(family, attention), prompt(2, 150)
     exact = teacher_forced(plain, ids, prompt_tokens, DynamicCache(config=plain.config))
-    expected = teacher_forced(plain, ids, prompt_tokens, quantised_cache(plain.config))
+    expected = teacher_forced(plain, ids, prompt_tokens, quantised_cache(plain.config, kv_format))
     in_double = teacher_forced(build(family, attention).double(), ids, prompt_tokens, DynamicCache(config=plain.config))
-    model = gemkv_compile.compile(plain, kv_format="int8", strict=True)
+    model = gemkv_compile.compile(plain, kv_format=kv_format, strict=True)
     ours = teacher_forced(model, ids, prompt_tokens, DynamicCache(config=plain.config))
     noise = (exact - in_double).abs().max()
     quantisation = (expected - exact).abs().max()
@@ -63,7 +67,9 @@ def test_hand_written_module_is_within_the_format_s_bound():
     assert theirs.shape == (1, 1, 256)
 
 
-@pytest.mark.parametrize("kv_format, prompt_tokens", [("int8", 1), ("model", 40), ("int8", 300)])
+@pytest.mark.parametrize(
+    "kv_format, prompt_tokens", [("int8", 1), ("model", 40), ("int8", 300), ("k8v4", 70), ("int4", 1)]
+)
 def test_memory_formula_equals_the_ledger_at_every_length(kv_format, prompt_tokens):
     model, backend = build("gemma3", dtype=torch.bfloat16), Backend(Options(kv_format=kv_format))
     model.compile(backend=backend)

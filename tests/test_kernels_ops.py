@@ -60,7 +60,10 @@ def test_schemas(name):
     assert str(getattr(torch.ops.gemkv, name).default._schema) == f"gemkv::{name}{SCHEMAS[name]}"
 
 
-@pytest.mark.parametrize("kv_format, dtype", [("int8", torch.bfloat16), ("model", torch.float32)])
+@pytest.mark.parametrize(
+    "kv_format, dtype",
+    [("int8", torch.bfloat16), ("k8v4", torch.bfloat16), ("int4", torch.float32), ("model", torch.float32)],
+)
 @pytest.mark.parametrize("q_len", [1, 50])
 def test_opcheck_append(kv_format, dtype, q_len):
     """B5, as the next four."""
@@ -184,7 +187,7 @@ def assert_equal_bits(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("kv_format", ["int8", "model"])
+@pytest.mark.parametrize("kv_format", ["int8", "int4", "model"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast_changes_nothing_inside_an_operator(kv_format, dtype):
     expected = everything(cache_of(kv_format), *chunk(70))
@@ -234,7 +237,9 @@ def snapshot(cache):
     return [*pages, cache.tail.view(torch.uint8).clone(), cache.seq_lens.clone()]
 
 
-@pytest.mark.parametrize("backend, kv_format", [("aot_eager", "int8"), ("aot_eager", "model"), ("inductor", "int8")])
+@pytest.mark.parametrize(
+    "backend, kv_format", [("aot_eager", "int8"), ("aot_eager", "model"), ("inductor", "int8"), ("inductor", "k8v4")]
+)
 def test_compiled_effects_keep_their_order(backend, kv_format, uncached):
     caches = [cache_of(kv_format, lengths=(62, 30)) for _ in range(2)]
     runs = {

@@ -15,6 +15,7 @@ from tiny_models import prompt, tuple_model
 import gemkv_compile
 from gemkv_compile.errors import CacheMismatch, GemkvError, PoolExhausted, ReleasedHandle
 from gemkv_compile.kernels import ops
+from gemkv_compile.kernels.layout import CODE_BITS
 from gemkv_compile.runtime.handle import KEYS, VALUES, make_handle
 from gemkv_compile.runtime.importing import continue_past, import_dense
 from gemkv_compile.runtime.page_table import PageTable
@@ -375,28 +376,47 @@ def test_an_edited_handle_lets_go_of_the_pages_it_stood_for():
     torch.testing.assert_close(edited.materialise(), 2 * dense_rows(1, 300)[0])
 
 
-def test_rows_are_rounded_once_when_their_group_completes():
+@pytest.mark.parametrize("kv_format, steps", [("int8", 254), ("k8v4", 254), ("int4", 14)])
+def test_rows_are_rounded_once_when_their_group_completes(kv_format, steps):
     keys, values = dense_rows(1, 200)
-    table = import_dense(PagePool(layout_of("int8"), CPU), keys[:, :, :63], values[:, :, :63])
+    table = import_dense(PagePool(layout_of(kv_format), CPU), keys[:, :, :63], values[:, :, :63])
     handle = handles(table)[0]
     torch.testing.assert_close(handle.materialise(), keys[:, :, :63], rtol=0, atol=0)
     append(table, keys[:, :, 63:64], values[:, :, 63:64])
-    rounded, half_a_scale = handle.materialise(), (keys.amax() - keys.amin()).item() / 254 / 2
+    rounded, half_a_scale = handle.materialise(), (keys.amax() - keys.amin()).item() / steps / 2
     assert not torch.equal(rounded, keys[:, :, :63])
     torch.testing.assert_close(rounded, keys[:, :, :63], rtol=0, atol=half_a_scale * 1.01)
     append(table, keys[:, :, 64:], values[:, :, 64:])
     torch.testing.assert_close(handle.materialise(), rounded, rtol=0, atol=0)
 
 
-def test_reading_does_not_overflow_float16():
+@pytest.mark.parametrize("kv_format", CODE_BITS)
+def test_reading_does_not_overflow_float16(kv_format):
     rows = torch.full((1, 2, 64, 16), 65504.0, dtype=torch.float16)
     rows[:, :, 0] = -65504.0
-    table = import_dense(PagePool(layout_of("int8", dtype=torch.float16), CPU), rows, rows)
-    assert table.read(0, 64)[0].isfinite().all()
+    table = import_dense(PagePool(layout_of(kv_format, dtype=torch.float16), CPU), rows, rows)
+    assert all(part.isfinite().all() for part in table.read(0, 64))
 
 
-def test_reading_under_autocast():
-    table = table_of(1, 130, "int8")
+@pytest.mark.parametrize("kv_format", CODE_BITS)
+def test_a_fork_goes_on_from_the_bytes_that_are_there(kv_format):
+    """Whole groups are shared or copied as they are; rows of a group that was cut are rounded with new neighbours."""
+    table, (keys, values) = table_of(1, 200, kv_format), dense_rows(1, 200)
+    fork, before = table.fork(0, 150), table.read(0, 200)
+    append(fork, keys[:, :, 150:], values[:, :, 150:])
+    for stored, again, exact in zip(before, fork.read(0, 200), (keys, values), strict=True):
+        assert torch.equal(stored[:, :, :128], again[:, :, :128])
+        assert not torch.equal(again[:, :, 128:192], exact[:, :, 128:192])
+        assert torch.equal(again[:, :, 192:], exact[:, :, 192:])
+        coarsest = (exact.amax() - exact.amin()) / 14
+        torch.testing.assert_close(again, exact, rtol=0, atol=float(coarsest))
+    for part, still in zip(before, table.read(0, 200), strict=True):
+        assert torch.equal(part, still)
+
+
+@pytest.mark.parametrize("kv_format", CODE_BITS)
+def test_reading_under_autocast(kv_format):
+    table = table_of(1, 130, kv_format)
     expected = table.read(0, 130)
     with torch.autocast("cpu", torch.bfloat16):
         assert_rows(table, 0, 130, *expected)

@@ -47,7 +47,7 @@ def test_no_page_is_allocated_in_training():
     assert sum(stats.pages for stats in pools.stats()) == before
 
 
-@pytest.mark.parametrize("kv_format", ["model", "int8"])
+@pytest.mark.parametrize("kv_format", ["model", "int8", "int4"])
 @pytest.mark.parametrize("new_tokens", [1, 9])
 def test_gradients_through_a_call_with_a_paged_past(kv_format, new_tokens):
     """Gradients of this call's tokens; the past is constant. Compared with eager over the same, dense past."""

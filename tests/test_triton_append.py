@@ -7,7 +7,7 @@ from triton_devices import DEVICES
 
 from gemkv_compile.kernels.append_kv.kernel import append_kv_triton
 from gemkv_compile.kernels.append_kv.reference import append_kv_reference
-from gemkv_compile.kernels.layout import KV_FORMATS
+from gemkv_compile.kernels.layout import CODE_BITS, KV_FORMATS
 
 SHAPES = [(1, 64, 64, 4), (2, 80, 128, 2), (3, 16, 64, 2), (1, 256, 256, 1)]  # heads, head_dim, page_size, max_pages
 CHUNKS = [[1] * 130, [3, 60, 1, 1, 1, 70], [64, 64], [200, 1], [63, 2, 500]]
@@ -53,22 +53,23 @@ def test_same_bytes_in_every_dtype(case, chunks, kv_format, dtype):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_extreme_values(device):
+@pytest.mark.parametrize("kv_format", list(CODE_BITS))
+def test_extreme_values(device, kv_format):
     """Constant channels, tiny and huge ranges: the same bytes. NaN and inf: never a finite number again."""
     x = normal(1, 1, 64, 16)
     x[..., 0] = 3.25
     x[..., 1] = 0.0
     x[..., 2] *= 1e-9
-    x[..., 3] = 5e6 * x[..., 3].sign()
+    x[..., 3] = (5e6 if kv_format == "int8" else 3e5) * x[..., 3].sign()  # what a float16 scale still reaches
     x[..., 4] = 7e4 + x[..., 4]
     results = []
     for append in (append_kv_triton, append_kv_reference):
-        cache = PagedCache(device=device if append is append_kv_triton else "cpu")
+        cache = PagedCache(kv_format=kv_format, device=device if append is append_kv_triton else "cpu")
         append(x.to(cache.tail.device), -x.to(cache.tail.device), *cache.state, cache.layout)
         results.append(cache.page(0, 0).cpu())
     assert torch.equal(*results)
     x[0, 0, 7, 5], x[0, 0, 9, 6], x[0, 0, 9, 7] = float("nan"), float("inf"), float("-inf")
-    cache = PagedCache(device=device)
+    cache = PagedCache(kv_format=kv_format, device=device)
     append_kv_triton(x.to(device), x.to(device), *cache.state, cache.layout)
     broken = ~torch.isfinite(cache.stored(0)).all(1).all(1)  # of K and V, by channel
     assert broken[:, 5:8].all() and not broken[:, 8:].any() and not broken[:, :5].any()

@@ -14,11 +14,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from gemkv_compile.kernels.attend_chunk import kernel
-from gemkv_compile.kernels.layout import PageLayout
+from gemkv_compile.kernels.layout import KV_FORMATS, PageLayout
 
 HEAD_DIMS = (64, 128, 256, 512)
-EVERY = [(arch, head_dim) for arch in SHARED for head_dim in HEAD_DIMS]
-SOME = [(80, 64), (86, 512), (90, 256), (100, 128)]
+EVERY = [(arch, head_dim, kv_format) for arch in SHARED for head_dim in HEAD_DIMS for kv_format in KV_FORMATS]
+SOME = [
+    (80, 64, "int8"),
+    (86, 512, "int8"),
+    (90, 256, "int8"),
+    (100, 128, "int8"),
+    (80, 128, "int4"),
+    (90, 256, "k8v4"),
+]
+SOME += [(90, 256, "int4"), (100, 64, "int4")]
 # Bytes that a thread spills at most, where it does: the sums of a large head take half of the registers there are.
 SPILLS = {(90, 256): 96, (90, 512): 96, (100, 512): 160}
 DIMENSIONS = {"q": 4, "k": 4, "v": 4, "table": 2, "lens": 1, "starts": 1, "tail": 5, "padding": 2, "mask": 4}
@@ -54,11 +62,11 @@ def test_in_a_process_that_compiles(tmp_path):
 
 
 @pytest.mark.skipif(interpreted.ON, reason="kernels are interpreted here")
-@pytest.mark.parametrize("arch, head_dim", EVERY if os.environ.get("GEMKV_EVERY_DEVICE") else SOME)
-def test_fits_a_device(arch, head_dim, monkeypatch, tmp_path):
+@pytest.mark.parametrize("arch, head_dim, kv_format", EVERY if os.environ.get("GEMKV_EVERY_DEVICE") else SOME)
+def test_fits_a_device(arch, head_dim, kv_format, monkeypatch, tmp_path):
     monkeypatch.setattr(kernel, "_shared_bytes", lambda device: SHARED[arch])
     q = torch.empty(1, 1, 1000, head_dim, dtype=torch.bfloat16, device="meta")
-    layout = PageLayout(1, head_dim, 256, 64, "int8", torch.bfloat16)
+    layout = PageLayout(1, head_dim, 256, 64, kv_format, torch.bfloat16)
     form, sizes = kernel._form(q, None, None, None, True, None, layout)
     options = {"num_warps": sizes.num_warps, "num_stages": sizes.num_stages}
     compiled = triton.compile(source(form), target=GPUTarget("cuda", arch, 32), options=options)

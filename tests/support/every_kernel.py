@@ -7,6 +7,7 @@ from triton_devices import to_device
 from gemkv_compile.kernels.append_kv.kernel import append_kv_triton
 from gemkv_compile.kernels.attend_chunk.kernel import attend_chunk_triton
 from gemkv_compile.kernels.attend_pages.kernel import attend_pages_triton
+from gemkv_compile.kernels.layout import KV_FORMATS
 
 SHAPES = [(64, 2, 4), (80, 1, 3), (256, 1, 2), (512, 1, 1)]  # head size, K/V heads, query heads of each
 CHUNKS = (1, 70)
@@ -14,7 +15,7 @@ CHUNKS = (1, 70)
 
 def main():
     for head_dim, heads, groups in SHAPES:
-        for kv_format in ("int8", "model"):
+        for kv_format in KV_FORMATS:
             cache = cases.PagedCache(2, heads, head_dim, 64, 64, kv_format, torch.bfloat16, 4).fill([130, 63])
             table, lengths, starts, tail = to_device(cache, "cuda")
             padding = torch.ones(2, 300, dtype=torch.bool, device="cuda")

@@ -1,4 +1,4 @@
-"""An independent model of the int8 cache: a dense Transformers cache whose committed groups are quantised and back."""
+"""An independent model of a quantised cache: a dense Transformers cache with committed groups quantised and back."""
 
 import paged_cases
 import torch
@@ -11,9 +11,10 @@ GROUP = 64
 class QuantisedLayer(DynamicLayer):
     """Keeps all rows as they are; attention gets full groups of the past through NumPy's version of the format."""
 
-    def __init__(self, window=None, dtype=torch.float32):
+    def __init__(self, window=None, kv_format="int8"):
         super().__init__()
         self.window = window
+        self.bits = paged_cases.BITS[kv_format]
 
     def update(self, key_states, value_states, *args, **kwargs):
         past = self.get_seq_length()
@@ -22,13 +23,14 @@ class QuantisedLayer(DynamicLayer):
         # A chunk attends to its own rows as they are; one new row is appended first, and may complete a group.
         committed = (total if new == 1 else past) // GROUP * GROUP
         first = 0 if self.window is None else max(0, total - new - self.window + 1)
-        return tuple(self._seen(rows, committed)[:, :, first:] for rows in (keys, values))
+        return tuple(self._seen(rows, committed, i)[:, :, first:] for i, rows in enumerate((keys, values)))
 
-    def _seen(self, rows, committed):
+    def _seen(self, rows, committed, is_value):
         groups = rows[:, :, :committed].unflatten(2, (-1, GROUP)).float()
         if not committed:
             return rows
-        stored = torch.from_numpy(paged_cases.numpy_dequantise(groups.numpy())).to(rows.dtype)
+        stored = paged_cases.numpy_dequantise(groups.numpy(), self.bits[is_value], is_value)
+        stored = torch.from_numpy(stored).to(rows.dtype)
         return torch.cat([stored.flatten(2, 3), rows[:, :, committed:]], 2)
 
     def get_mask_sizes(self, query_length):
@@ -41,8 +43,8 @@ class QuantisedLayer(DynamicLayer):
         return self.window is not None
 
 
-def quantised_cache(config):
+def quantised_cache(config, kv_format="int8"):
     """A DynamicCache for a configuration, with quantised groups."""
     cache = DynamicCache(config=config)
-    cache.layers = [QuantisedLayer(getattr(layer, "sliding_window", None)) for layer in cache.layers]
+    cache.layers = [QuantisedLayer(getattr(layer, "sliding_window", None), kv_format) for layer in cache.layers]
     return cache
