@@ -73,14 +73,16 @@ FORMS = [
 ]
 
 
-def measure_model(name: str, tokens: int, device: str) -> list[dict[str, Any]]:
+def measure_model(
+    name: str, forms: list[Format], tokens: int, device: str, window: int = WINDOW
+) -> list[dict[str, Any]]:
     """A row for each form: perplexity ratio, KL and disagreement with 95% intervals, over all prompts."""
     model, tokenizer, title = named_model(name, torch.float32)
     words, begin = text.tokens_of(text.read_text(None), tokenizer)
-    windows = text.cut_windows(words[: tokens + 1 - len(begin)] if tokens else words, begin, WINDOW)
-    batches = list(text.batches(*windows, PROMPTS, 1, False))
+    windows = text.cut_windows(words[: tokens + 1 - len(begin)] if tokens else words, begin, window)
+    batches = list(text.batches(*windows, [p for p in PROMPTS if p < window], 1, False))
     reference, floor, *_ = formats_of_run([], torch.float32)
-    path = ParallelPath(model.to(device), (reference, floor, *FORMS))
+    path = ParallelPath(model.to(device), (reference, floor, *forms))
     scored = measure.measure_text(path, batches, model.device, lambda done: None)
     rows = []
     for row in rows_of(scored, 0)[: len(path.formats)]:  # over all prompts
@@ -92,18 +94,19 @@ def measure_model(name: str, tokens: int, device: str) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(forms: list[Format], name: str, doc: str, tokens: int, window: int) -> None:
+    """Parse the arguments, measure every model and save."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--models", default="gemma3-270m,smollm2-135m")
-    parser.add_argument("--tokens", type=int, default=8192, help="of the text; 0: all")
+    parser.add_argument("--tokens", type=int, default=tokens, help="of the text; 0: all")
+    parser.add_argument("--window", type=int, default=window, help="tokens of a window")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--save-as", default="int8_forms")
-    arguments = parser.parse_args()
-    rows = [
-        row for name in arguments.models.split(",") for row in measure_model(name, arguments.tokens, arguments.device)
-    ]
-    print(f"saved to {save(arguments.save_as, rows)}")
+    parser.add_argument("--save-as", default=name)
+    given = parser.parse_args()
+    models = given.models.split(",")
+    rows = [row for model in models for row in measure_model(model, forms, given.tokens, given.device, given.window)]
+    print(f"saved to {save(given.save_as, rows)}")
 
 
 if __name__ == "__main__":
-    main()
+    main(FORMS, "int8_forms", __doc__, 8192, WINDOW)

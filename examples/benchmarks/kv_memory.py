@@ -17,18 +17,18 @@ from transformers import DynamicCache
 
 import gemkv_compile
 from gemkv_compile.cli.models import demo_model
+from gemkv_compile.kernels.layout import KV_FORMATS
 from gemkv_compile.runtime.ledger import kv_memory
 
 POSITIONS = 256
 LENGTHS = (2048, 8192, 32768)
-FORMATS = ("int8", "model")
 
 
 def main() -> None:
     """Measure every length and format, print the rows and save them."""
     model, _, name = demo_model(torch.bfloat16)
     rows = []
-    for kv_format in FORMATS:
+    for kv_format in KV_FORMATS:
         torch._dynamo.reset()
         model._compiled_call_impl = None
         gemkv_compile.compile(model, kv_format=kv_format, strict=True)
