@@ -290,6 +290,13 @@ def test_errors(changes, error, message):
     assert cache.seq_lens.tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("head_dim, expected", [(256, (544, 412, 284, 1024)), (64, (136, 106, 74, 256))])
+def test_bytes_of_a_token(head_dim, expected):
+    """What the README says: int8, k8v4, int4 and bfloat16, one K/V head."""
+    layouts = [PageLayout(1, head_dim, 256, 64, name, torch.bfloat16) for name in ("int8", "k8v4", "int4", "model")]
+    assert tuple(layout.group_bytes / 64 for layout in layouts) == expected
+
+
 @pytest.mark.parametrize("page_size", [0, -64, -128])
 def test_a_page_holds_at_least_one_group(page_size):
     with pytest.raises(

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gemkv_compile.kernels.append_kv.kernel import append_kv_triton
 from gemkv_compile.kernels.attend_pages.kernel import attend_pages_triton
-from gemkv_compile.kernels.layout import PageLayout
+from gemkv_compile.kernels.layout import KV_FORMATS, PageLayout
 
 SHAPES = [  # batch, query heads, K/V heads, head size, tokens
     (1, 32, 8, 128, 1024),
@@ -71,7 +71,7 @@ def measure(shape: tuple[int, int, int, int, int]) -> dict[str, Any]:
             row[f"{name}_us"] = median_us(peer)
         except Exception as error:
             row[f"{name}_failed"] = str(error)[:100]
-    for kv_format in ("int8", "model"):
+    for kv_format in KV_FORMATS:
         cache = Paged(batch, heads, dim, tokens, kv_format)
         cache.append(k, v)
         error = (cache.attend(q)[:1].float() - exact).abs().max() / exact.abs().max()

@@ -3,7 +3,7 @@
     python fidelity.py [--models gemma3-270m,smollm2-135m] [-- arguments of gemkv eval]
     python fidelity.py --from A.json B.json   # of runs that were made with gemkv eval --json
 
-Without arguments: the parallel path over all tokens, int8, 8 needles a cell. On two CPU cores that takes hours.
+Without arguments: the parallel path over all tokens, int8, k8v4 and int4, 8 needles a cell. On two CPU cores that takes hours.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from harness import about, save
 
 from gemkv_compile.cli.main import main as gemkv
 
-DEFAULT = ["--path", "parallel", "--tokens", "0", "--formats", "int8", "--needles", "8"]
+DEFAULT = ["--path", "parallel", "--tokens", "0", "--formats", "int8,k8v4,int4", "--needles", "8"]
 
 
 def evaluated(model: str, extra: list[str]) -> dict[str, Any]:
