@@ -3,7 +3,8 @@
     python fidelity.py [--models gemma3-270m,smollm2-135m] [-- arguments of gemkv eval]
     python fidelity.py --from A.json B.json   # of runs that were made with gemkv eval --json
 
-Without arguments: the parallel path over all tokens, int8, k8v4 and int4, 8 needles a cell. On two CPU cores that takes hours.
+Without arguments: the parallel path over all tokens, every quantised format, 8 needles a cell. That takes hours on two
+CPU cores.
 """
 
 from __future__ import annotations

@@ -194,10 +194,12 @@ def _fill_tail(
 def _channels(first, BITS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """The channels of the block at `first`, [BLOCK_D]; D where there is none. With 4 bits, those of two half blocks."""
     place = tl.arange(0, BLOCK_D)
-    if BITS != 4:
-        return first + place
-    pair = first // 2 + place % (BLOCK_D // 2)
-    return tl.where(pair < D // 2, pair + place // (BLOCK_D // 2) * (D // 2), D)
+    if BITS == 4:
+        pair = first // 2 + place % (BLOCK_D // 2)
+        dim = tl.where(pair < D // 2, pair + place // (BLOCK_D // 2) * (D // 2), D)
+    else:
+        dim = first + place
+    return dim
 
 
 @triton.jit

@@ -35,14 +35,18 @@ def token_norms(
     BITS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Norms of both halves of a group's tokens, as in `formats.quantise_values`; each [GROUP] float16."""
-    if BITS != 4:
-        return (0, 0)
-    low, high = tl.zeros([GROUP], tl.int32), tl.zeros([GROUP], tl.int32)
-    for first in range(0, D // 2, BLOCK_D // 2):
-        dim = first + tl.arange(0, BLOCK_D // 2)
-        low += _squares(load_tokens(tail, new, token_stride, dim_stride, step, fill, total, dim, D // 2, D, GROUP))
-        high += _squares(load_tokens(tail, new, token_stride, dim_stride, step, fill, total, dim + D // 2, D, D, GROUP))
-    return (_root(low), _root(high))
+    if BITS == 4:
+        low, high = tl.zeros([GROUP], tl.int32), tl.zeros([GROUP], tl.int32)
+        for first in range(0, D // 2, BLOCK_D // 2):
+            dim = first + tl.arange(0, BLOCK_D // 2)
+            x = load_tokens(tail, new, token_stride, dim_stride, step, fill, total, dim, D // 2, D, GROUP)
+            low += _squares(x)
+            x = load_tokens(tail, new, token_stride, dim_stride, step, fill, total, dim + D // 2, D, D, GROUP)
+            high += _squares(x)
+        norms = (_root(low), _root(high))
+    else:
+        norms = (0, 0)
+    return norms
 
 
 @triton.jit
