@@ -14,14 +14,14 @@ LEAVES = {"errors", "compat", "compat_flex", "plan"}
 # Who may import whom, by part of the package; "front" is what a user calls.
 ARROWS = {
     "backend": {"passes", "runtime", "kernels", "options", "report", "inner", "memory_formula", "progress"},
-    "inner": {"passes"},
+    "inner": {"passes", "runtime"},
     "passes": {"kernels", "report"},
     "runtime": {"kernels"},
     "kernels": set(),
-    "report": set(),
+    "report": {"memory_formula"},
     "options": set(),
     "progress": set(),
-    "memory_formula": {"kernels", "report"},
+    "memory_formula": {"kernels"},
     "plan": {"kernels"},
     "errors": set(),
     "compat": set(),
