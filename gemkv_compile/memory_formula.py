@@ -33,10 +33,6 @@ class CacheMemory:
         formulas = paged_bytes(layout, keep), dense_bytes(layout, keep)
         return cls(layer, layout.kv_format, layout.page_size, keep, *formulas, layout)
 
-    def parts(self, batch: int, tokens: int) -> dict[str, int]:
-        """Bytes of `PARTS` for `batch` sequences of `tokens` tokens, decoded one by one; their sum is `formula`."""
-        return {name: batch * size for name, size in paged_parts(self.layout, self.keep, tokens).items()}
-
 
 class _Integers:
     """What formulas are made of, on ints."""

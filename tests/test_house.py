@@ -23,12 +23,13 @@ ARROWS = {
     "progress": set(),
     "memory_formula": {"kernels"},
     "plan": {"kernels"},
+    "estimate": {"backend", "kernels", "memory_formula", "options", "passes", "report"},
     "errors": set(),
     "compat": set(),
     "compat_flex": set(),
     "frontend": {"backend", "options", "report"},
     "fidelity": {"kernels", "options"},
-    "cli": {"backend", "fidelity", "frontend", "options", "report", "runtime"},
+    "cli": {"backend", "estimate", "fidelity", "frontend", "memory_formula", "options", "report", "runtime"},
     "__init__": {"frontend", "options", "report", "runtime"},
 }
 PASSES_MAY_USE = {"ops", "layout", "validate", "results"}  # of the kernels: schemas and layout, no implementation

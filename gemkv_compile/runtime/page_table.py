@@ -46,6 +46,11 @@ class PageTable(PageState):
         """Whether an append is under way."""
         return self._reservation is not None
 
+    def under_way(self) -> tuple[torch.Tensor | None, list[int]]:
+        """What an append under way holds besides the table: a copy of the tail, and pages that new ones stand for."""
+        reservation = self._reservation
+        return (None, []) if reservation is None else (reservation.saved_tail, reservation.replaced())
+
     def register(self, handle: Any) -> None:
         """Note that `handle` can see rows from `handle.start` on, for as long as it lives."""
         self._handles[id(handle)] = handle
