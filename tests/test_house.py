@@ -22,6 +22,7 @@ ARROWS = {
     "options": set(),
     "progress": set(),
     "memory_formula": {"kernels"},
+    "memory": {"runtime"},
     "plan": {"kernels"},
     "estimate": {"backend", "kernels", "memory_formula", "options", "passes", "report"},
     "errors": set(),
@@ -30,7 +31,7 @@ ARROWS = {
     "frontend": {"backend", "options", "report"},
     "fidelity": {"kernels", "options"},
     "cli": {"backend", "estimate", "fidelity", "frontend", "memory_formula", "options", "report", "runtime"},
-    "__init__": {"frontend", "options", "report", "runtime"},
+    "__init__": {"frontend", "memory", "options", "report", "runtime"},
 }
 PASSES_MAY_USE = {"ops", "layout", "validate", "results"}  # of the kernels: schemas and layout, no implementation
 

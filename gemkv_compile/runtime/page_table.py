@@ -42,6 +42,17 @@ class PageTable(PageState):
             self.pool.give_back(reservation.replaced())
 
     @property
+    def has_readers(self) -> bool:
+        """Whether a handle shows rows of the table, or a call is using it."""
+        return bool(self._handles) or self.is_appending or self._is_used_elsewhere()
+
+    def _is_used_elsewhere(self) -> bool:
+        if not self._lock.acquire(blocking=False):
+            return True
+        self._lock.release()
+        return False
+
+    @property
     def is_appending(self) -> bool:
         """Whether an append is under way."""
         return self._reservation is not None
@@ -149,6 +160,8 @@ class PageTable(PageState):
         reservation, self._reservation = self._reservation, None
         self.length += num_tokens
         if reservation is not None and reservation.new:
+            if self.pool.observers:
+                self.pool.note_bound([address for addresses in reservation.new.values() for address in addresses])
             self.pool.give_back(reservation.replaced())
 
     def abort(self) -> None:

@@ -6,6 +6,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -35,6 +36,13 @@ class PoolStats:
     pages: int
 
 
+class PageObserver(Protocol):
+    """Is told what happens to pages, under the lock of their pool: it must neither wait nor use the pool."""
+
+    def __call__(self, pool: PagePool, event: str, pages: Sequence[int]) -> None:
+        """Event: "reserved", "bound" (they hold rows now), "shared" or "dropped": one reference more or less each."""
+
+
 class PagePool:
     """Hands out pages of one layout on one device, counts who shares them and takes them back.
 
@@ -56,6 +64,7 @@ class PagePool:
         # by the next call that holds the lock.
         self._returned: deque[Sequence[int]] = deque()
         self._lock = threading.Lock()
+        self.observers: tuple[PageObserver, ...] = ()
 
     @property
     def name(self) -> str:
@@ -85,12 +94,30 @@ class PagePool:
                 self._grow(missing)
             pages = self._pick(count)
             self._references.update(pages)
+            for observe in self.observers:
+                observe(self, "reserved", pages)
             return pages
 
     def share(self, pages: Sequence[int]) -> None:
         """Add one reference to each page."""
         with self._lock:
             self._references.update(pages)
+            for observe in self.observers:
+                observe(self, "shared", pages)
+
+    def note_bound(self, pages: Sequence[int]) -> None:
+        """Tell the observers that pages hold rows that count; nothing else changes."""
+        with self._lock:
+            for observe in self.observers:
+                observe(self, "bound", pages)
+
+    def observe(self, observer: PageObserver, on: bool = True) -> dict[int, int]:
+        """Start or stop telling `observer` what happens; returns the references of each page at this moment."""
+        with self._lock:
+            self._take_in_returned()
+            others = tuple(each for each in self.observers if each is not observer)
+            self.observers = (*others, observer) if on else others
+            return dict(self._references)
 
     def is_shared(self, page: int) -> bool:
         """Whether more than one table refers to the page."""
@@ -157,7 +184,10 @@ class PagePool:
         if not self._returned:
             return
         while self._returned:
-            for page in self._returned.popleft():
+            pages = self._returned.popleft()
+            for observe in self.observers:
+                observe(self, "dropped", pages)
+            for page in pages:
                 self._references[page] -= 1
                 if self._references[page] == 0:
                     del self._references[page]
@@ -177,6 +207,7 @@ class PoolSet:
     def __init__(self) -> None:
         self._pools: dict[tuple[PageLayout, torch.device, int | None], PagePool] = {}
         self._lock = threading.Lock()
+        self._observers: tuple[PageObserver, ...] = ()
 
     def get(self, layout: PageLayout, device: torch.device, limit: int | None) -> PagePool:
         """The pool for these pages, made at its first use."""
@@ -184,7 +215,15 @@ class PoolSet:
         with self._lock:
             if key not in self._pools:
                 self._pools[key] = PagePool(layout, device, limit)
+                self._pools[key].observers = self._observers
             return self._pools[key]
+
+    def observe(self, observer: PageObserver, on: bool = True) -> dict[PagePool, dict[int, int]]:
+        """Start or stop observing all pools, also those to come; returns each one's references at that moment."""
+        with self._lock:
+            others = tuple(each for each in self._observers if each is not observer)
+            self._observers = (*others, observer) if on else others
+            return {pool: pool.observe(observer, on) for pool in self._pools.values()}
 
     def stats(self) -> list[PoolStats]:
         """Figures of every pool."""

@@ -53,6 +53,10 @@ class HeldPages:
             table.pool.share(pages)
             self._held.append((table.pool, pages))
 
+    def items(self) -> list[tuple[PagePool, list[int]]]:
+        """Pools and the pages that are held of each."""
+        return list(self._held)
+
     def __del__(self) -> None:
         for pool, pages in self._held:
             pool.give_back(pages)
