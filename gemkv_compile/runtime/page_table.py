@@ -35,11 +35,12 @@ class PageTable(PageState):
         self._handles: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
 
     def __del__(self) -> None:
-        for addresses in getattr(self, "pages", {}).values():
-            self.pool.give_back(addresses)
         reservation: Reservation | None = getattr(self, "_reservation", None)
+        pages = getattr(self, "pages", {}) if reservation is None else reservation.before
+        for addresses in pages.values():
+            self.pool.give_back(addresses)
         if reservation is not None:
-            self.pool.give_back(reservation.replaced())
+            self.pool.give_back(reservation.taken)
 
     @property
     def has_readers(self) -> bool:
@@ -143,7 +144,7 @@ class PageTable(PageState):
         """Give each page index in `wanted` a page that no other table shares, and save rows that would be lost."""
         fresh = [index for index in wanted if index not in self.pages]
         shared = [i for i in wanted if i in self.pages and any(map(self.pool.is_shared, self.pages[i]))]
-        addresses = self.pool.allocate(self.batch * (len(fresh) + len(shared)))
+        addresses = self.pool.allocate(self.batch * (len(fresh) + len(shared)), reservation.taken)
         new = {index: addresses[i * self.batch : (i + 1) * self.batch] for i, index in enumerate(fresh + shared)}
         reservation.new = new
         for index in shared:
@@ -157,19 +158,22 @@ class PageTable(PageState):
 
     def commit(self, num_tokens: int) -> None:
         """Count `num_tokens` rows that an operator has written since `begin`."""
-        reservation, self._reservation = self._reservation, None
-        self.length += num_tokens
-        if reservation is not None and reservation.new:
-            if self.pool.observers:
-                self.pool.note_bound([address for addresses in reservation.new.values() for address in addresses])
-            self.pool.give_back(reservation.replaced())
+        reservation = self._reservation
+        new = reservation.taken if reservation is not None else ()
+        try:
+            self._reservation, self.length = None, self.length + num_tokens  # at once: nothing can come in between
+        finally:
+            if new and reservation is not None and self._reservation is None:
+                if self.pool.observers:
+                    self.pool.note_bound(new)
+                self.pool.give_back(reservation.replaced())
 
     def abort(self) -> None:
         """Undo `begin` and whatever an operator has written since; does nothing after `commit`.
 
         If that fails, what the device holds is not known, and the table is released.
         """
-        reservation, self._reservation = self._reservation, None
+        reservation = self._reservation
         if reservation is None:
             return
         try:
@@ -178,8 +182,9 @@ class PageTable(PageState):
             self.released = True
             raise
         finally:
-            for addresses in reservation.new.values():
-                self.pool.give_back(addresses)
+            self._reservation = None
+            if reservation.taken:
+                self.pool.give_back(reservation.taken)
 
     def release_unreachable(self) -> None:
         """Give back every page that no living handle can see."""

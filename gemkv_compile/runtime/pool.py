@@ -79,12 +79,16 @@ class PagePool:
             self._take_in_returned()
             return self._missing(count) <= self._room()
 
-    def allocate(self, count: int) -> list[int]:
+    def allocate(self, count: int, taken: list[int] | None = None) -> list[int]:
         """Take `count` pages, each with one reference. All or nothing.
 
+        Args:
+            taken: An empty list that the pages are put into: its owner gives them back, also if it is interrupted
+                before it sees what this function returns, which is this list.
         Raises:
             PoolExhausted: the limit does not allow it; nothing has changed.
         """
+        pages = [] if taken is None else taken
         with self._lock:
             self._take_in_returned()
             missing = self._missing(count)
@@ -92,11 +96,15 @@ class PagePool:
                 raise PoolExhausted(self.name, missing * self.layout.page_bytes, self.limit or 0, self._in_use_bytes())
             if missing:
                 self._grow(missing)
-            pages = self._pick(count)
-            self._references.update(pages)
-            for observe in self.observers:
-                observe(self, "reserved", pages)
-            return pages
+            try:
+                self._pick(count, pages)
+                self._references.update(pages)
+                for observe in self.observers:
+                    observe(self, "reserved", pages)
+            except BaseException:
+                self._put_back(pages)
+                raise
+        return pages
 
     def share(self, pages: Sequence[int]) -> None:
         """Add one reference to each page."""
@@ -171,14 +179,23 @@ class PagePool:
         pages = [base + i * self.layout.page_bytes for i in range(num_pages)]
         self._slabs[base] = Slab(memory, num_pages, pages[::-1])
 
-    def _pick(self, count: int) -> list[int]:
-        pages: list[int] = []
+    def _pick(self, count: int, pages: list[int]) -> None:
+        """Move `count` free pages to `pages`; what an interrupt leaves undone, `_put_back` undoes."""
         for base, slab in self._slabs.items():
-            while slab.free and len(pages) < count:
-                page = slab.free.pop()
-                self._slab_of[page] = base
-                pages.append(page)
-        return pages
+            first = max(0, len(slab.free) - (count - len(pages)))
+            chosen = slab.free[first:][::-1]
+            self._slab_of.update(dict.fromkeys(chosen, base))
+            pages += chosen
+            del slab.free[first:]
+
+    def _put_back(self, pages: list[int]) -> None:
+        """Undo an allocation that failed after `_pick` began."""
+        for page in pages:
+            self._references.pop(page, None)
+            slab = self._slabs[self._slab_of[page]]
+            if page not in slab.free:
+                slab.free.append(page)
+        pages.clear()
 
     def _take_in_returned(self) -> None:
         if not self._returned:

@@ -19,6 +19,7 @@ class Reservation:
     """
 
     before: dict[int, list[int]]  # the table's pages
+    taken: list[int] = field(default_factory=list)  # addresses of all new pages
     new: dict[int, list[int]] = field(default_factory=dict)  # page index -> addresses
     has_entries: bool = False  # whether page_table may name new pages
     saved_tail: torch.Tensor | None = None
