@@ -31,6 +31,7 @@ class PageTable(PageState):
         super().__init__(pool, batch)
         self.last_selection: tuple[Any, weakref.ref[PageTable]] | None = None  # see `handle_views.select_rows`
         self._reservation: Reservation | None = None
+        self._leaving: Sequence[int] = ()  # pages to give back next, also after an interrupt
         self._lock = threading.RLock()
         self._handles: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
 
@@ -41,6 +42,7 @@ class PageTable(PageState):
             self.pool.give_back(addresses)
         if reservation is not None:
             self.pool.give_back(reservation.taken)
+        self.pool.give_back(getattr(self, "_leaving", ()))
 
     @property
     def has_readers(self) -> bool:
@@ -159,14 +161,20 @@ class PageTable(PageState):
     def commit(self, num_tokens: int) -> None:
         """Count `num_tokens` rows that an operator has written since `begin`."""
         reservation = self._reservation
-        new = reservation.taken if reservation is not None else ()
-        try:
-            self._reservation, self.length = None, self.length + num_tokens  # at once: nothing can come in between
-        finally:
-            if new and reservation is not None and self._reservation is None:
-                if self.pool.observers:
-                    self.pool.note_bound(new)
-                self.pool.give_back(reservation.replaced())
+        replaced: Sequence[int] = ()
+        if reservation is not None and reservation.new:
+            replaced = reservation.replaced()
+            if self.pool.observers:
+                self.pool.note_bound(reservation.taken)
+        # At once, so that nothing can come in between.
+        self._reservation, self.length, self._leaving = None, self.length + num_tokens, replaced
+        self._give_back_leaving()
+
+    def _give_back_leaving(self) -> None:
+        leaving = self._leaving
+        if leaving:
+            self._leaving = ()
+            self.pool.give_back(leaving)
 
     def abort(self) -> None:
         """Undo `begin` and whatever an operator has written since; does nothing after `commit`.
@@ -175,6 +183,7 @@ class PageTable(PageState):
         """
         reservation = self._reservation
         if reservation is None:
+            self._give_back_leaving()
             return
         try:
             reservation.undo(self)
@@ -182,9 +191,8 @@ class PageTable(PageState):
             self.released = True
             raise
         finally:
-            self._reservation = None
-            if reservation.taken:
-                self.pool.give_back(reservation.taken)
+            self.pages, self._reservation, self._leaving = reservation.before, None, reservation.taken
+            self._give_back_leaving()
 
     def release_unreachable(self) -> None:
         """Give back every page that no living handle can see."""
