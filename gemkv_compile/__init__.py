@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Options", "PagedKVTensor", "Report", "compile", "explain", "kv_memory", "report_of", "trim"]
+__all__ = ["Options", "PagedKVTensor", "Report", "compile", "explain", "kv_memory", "memory", "report_of", "trim"]
 
 _HOME = {
     "compile": "gemkv_compile.frontend",
@@ -22,7 +22,10 @@ _HOME = {
     "trim": "gemkv_compile.runtime.ledger",
 }
 
+_MODULES = ("memory",)
+
 if TYPE_CHECKING:
+    from gemkv_compile import memory
     from gemkv_compile.frontend import compile, explain, report_of
     from gemkv_compile.options import Options
     from gemkv_compile.report import Report
@@ -31,12 +34,14 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *_HOME, *_MODULES})

@@ -22,7 +22,7 @@ from gemkv_compile.compat import (
 from gemkv_compile.compat_flex import inline_create_block_mask, keep_attributes_after_subgraphs
 from gemkv_compile.errors import GemkvError, RewriteFailed, StrictError, UncompiledGenerate
 from gemkv_compile.inner import InnerCompiler, InnerGraph, by_layers, choose_inner, shared_compiles
-from gemkv_compile.memory_formula import dense_bytes, paged_bytes
+from gemkv_compile.memory_formula import CacheMemory
 from gemkv_compile.options import Options
 from gemkv_compile.passes.boundaries import Boundaries, Break, boundaries_of
 from gemkv_compile.passes.canonicalise import canonicalise
@@ -35,7 +35,7 @@ from gemkv_compile.passes.rewrite import rewrite_graph
 from gemkv_compile.passes.site_reports import describe_sites
 from gemkv_compile.plan import CallPlan
 from gemkv_compile.progress import progress_line
-from gemkv_compile.report import CacheMemory, Drift, GraphReport, Report, ShadowedCall, Site
+from gemkv_compile.report import Drift, GraphReport, Report, ShadowedCall, Site
 from gemkv_compile.runtime.drift import Figures
 from gemkv_compile.runtime.executable import Executable
 from gemkv_compile.runtime.shadow import Shadowed
@@ -43,6 +43,7 @@ from gemkv_compile.runtime.step_graphs import RECORDERS, StepGraphs
 
 log = logging.getLogger(__name__)
 RECOMPILE_LIMIT = 64
+ON_META = "none: without values the graph runs as it was"
 
 
 def gemkv(
@@ -91,7 +92,10 @@ def compile_graph(
     mode: str | None = None,
     boundaries: Boundaries | None = None,
 ) -> tuple[Callable[..., Any], GraphReport]:
-    """Run all stages on one graph; returns what to call, and the report."""
+    """Run all stages on one graph; returns what to call, and the report.
+
+    A graph on the meta device is judged, and runs as it was: there are no values to store.
+    """
     clock = _Clock()
     inner = choose_inner(options.inner, mode, example_inputs)
     try:
@@ -109,6 +113,8 @@ def compile_graph(
         seconds, text = clock.seconds, found.before
         report = GraphReport(found.sites, (), text, text, inner.name, False, seconds, recompiled=recompile_reason())
         return compiled, report
+    if found.plan.tables and all(table.device.type == "meta" for table in found.plan.tables):
+        return gm.forward, GraphReport(found.sites, found.memory, found.before, "", ON_META, False, clock.seconds)
     if options.split_layers and inner.name == "inductor":
         inner = by_layers(inner)
     with clock("inner compile"):
@@ -229,11 +235,7 @@ def _as_it_was(
 
 
 def _memory(rewrites: Sequence[Rewrite]) -> tuple[CacheMemory, ...]:
-    layouts = [(rewrite.layout, rewrite.keep) for rewrite in rewrites]
-    return tuple(
-        CacheMemory(i, layout.kv_format, layout.page_size, keep, paged_bytes(layout, keep), dense_bytes(layout, keep))
-        for i, (layout, keep) in enumerate(layouts)
-    )
+    return tuple(CacheMemory.of(i, rewrite.layout, rewrite.keep) for i, rewrite in enumerate(rewrites))
 
 
 def _enforce_strict(sites: Sequence[Site]) -> None:

@@ -13,7 +13,7 @@ import sympy
 from rich.console import Console
 from rich.table import Table
 
-BATCH, TOKENS = sympy.symbols("B S", integer=True, positive=True)
+from gemkv_compile.memory_formula import BATCH, TOKENS, CacheMemory
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,6 @@ class Site:
     window: int | None = None
     softcap: float | None = None
     rule: str = ""
-
-
-@dataclass(frozen=True)
-class CacheMemory:
-    """Memory of one cache: exact bytes as a formula in B (sequences) and S (tokens of each)."""
-
-    layer: int
-    kv_format: str
-    page_size: int
-    keep: int | None
-    formula: sympy.Expr
-    dense_formula: sympy.Expr
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,21 @@ class PageLayout:
         """Bytes of one page."""
         return self.num_kv_heads * self.groups_per_page * self.group_bytes
 
+    @property
+    def page_code_bytes(self) -> int:
+        """Bytes of the elements of one page's keys and values."""
+        return self.num_kv_heads * self.groups_per_page * (self.k_bytes + self.v_bytes)
+
+    @property
+    def page_scale_bytes(self) -> int:
+        """Bytes of one page's scales and zero-points."""
+        return self.num_kv_heads * self.groups_per_page * self.scale_bytes
+
+    @property
+    def page_padding_bytes(self) -> int:
+        """Bytes of one page that are there for alignment only."""
+        return self.page_bytes - self.page_code_bytes - self.page_scale_bytes
+
     def group_offset(self, head: int, group: int) -> int:
         """Byte offset of a group in its page; `group` counts within the page."""
         return (head * self.groups_per_page + group) * self.group_bytes

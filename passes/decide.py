@@ -108,7 +108,7 @@ def _judge(cache: Cache, placeholders: list[Node], facts: Facts, proofs: dict[An
         reads.append(read)
     windows = [read.window for read in reads]
     is_windowed = keep is not None or None not in windows
-    page_size = facts.page_size or _whole_groups(WINDOW_PAGE_SIZE if is_windowed else FULL_PAGE_SIZE, facts.group_size)
+    page_size = facts.page_size or page_size_of(is_windowed, facts.group_size)
     try:
         layout = PageLayout(
             new[1], new[3], page_size, facts.group_size, facts.kv_format, value_of(cache.new_keys).dtype
@@ -128,9 +128,9 @@ def _judge(cache: Cache, placeholders: list[Node], facts: Facts, proofs: dict[An
     )
 
 
-def _whole_groups(page_size: int, group_size: int) -> int:
-    """The page size, rounded up to a multiple of the group size."""
-    return -(-page_size // group_size) * group_size
+def page_size_of(is_windowed: bool, group_size: int) -> int:
+    """Tokens in a page where no option says: 64 in a windowed layer, else 256, rounded up to whole groups."""
+    return -(-(WINDOW_PAGE_SIZE if is_windowed else FULL_PAGE_SIZE) // group_size) * group_size
 
 
 def new_rows(cache: Cache) -> tuple[Any, Any, Any, Any]:

@@ -14,23 +14,25 @@ LEAVES = {"errors", "compat", "compat_flex", "plan", "reasons"}
 # Who may import whom, by part of the package; "front" is what a user calls.
 ARROWS = {
     "backend": {"passes", "runtime", "kernels", "options", "report", "inner", "memory_formula", "progress"},
-    "inner": {"passes"},
+    "inner": {"passes", "runtime"},
     "passes": {"kernels", "report"},
     "runtime": {"kernels"},
     "kernels": set(),
-    "report": set(),
+    "report": {"memory_formula"},
     "options": {"kernels"},
     "progress": set(),
-    "memory_formula": {"kernels", "report"},
+    "memory_formula": {"kernels"},
+    "memory": {"runtime"},
     "plan": {"kernels"},
+    "estimate": {"backend", "kernels", "memory_formula", "options", "passes", "report"},
     "errors": set(),
     "compat": set(),
     "compat_flex": set(),
     "reasons": set(),
     "frontend": {"backend", "options", "report"},
     "fidelity": {"kernels", "options"},
-    "cli": {"backend", "fidelity", "frontend", "options", "report", "runtime"},
-    "__init__": {"frontend", "options", "report", "runtime"},
+    "cli": {"backend", "estimate", "fidelity", "frontend", "memory_formula", "options", "report", "runtime"},
+    "__init__": {"frontend", "memory", "options", "report", "runtime"},
 }
 PASSES_MAY_USE = {"ops", "layout", "validate", "results"}  # of the kernels: schemas and layout, no implementation
 

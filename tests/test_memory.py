@@ -2,13 +2,18 @@
 
 import pytest
 import torch
+from paged_tables import CPU, layout_of, table_of
 from tiny_models import VOCAB, prompt
 from transformers import DynamicCache, EncoderDecoderCache, Gemma3ForCausalLM, Gemma3TextConfig
 
 import gemkv_compile
 from gemkv_compile.kernels import ops
+from gemkv_compile.kernels.layout import PageLayout
 from gemkv_compile.kernels.results import empty_results
+from gemkv_compile.runtime.handle import KEYS, VALUES, make_handle
 from gemkv_compile.runtime.ledger import kv_memory, trim
+from gemkv_compile.runtime.page_table import PageTable
+from gemkv_compile.runtime.pool import PagePool
 
 LAYERS = ["sliding_attention"] * 5 + ["full_attention"]
 
@@ -163,3 +168,28 @@ def test_handles_in_a_nested_cache_are_counted():
     with torch.no_grad():
         cache = model(prompt(1, 100)).past_key_values
     assert kv_memory({"past": [cache]}).total == kv_memory(cache).total > 0
+
+
+def test_what_an_append_under_way_holds_is_temporary():
+    """A copy of the tail, and shared pages that new ones stand for until it ends; groups without rows are known."""
+    table = table_of(2, 100)
+    fork = table.fork(0, 100)
+    pair = [make_handle(fork, role, 0, 100) for role in (KEYS, VALUES)]
+    (before,) = kv_memory(pair).layers
+    assert (before.temporary, before.padding) == (0, 0) and before.unwritten == before.pages // 2  # 1 of 2 groups
+    fork.begin(60, None)
+    (under_way,) = kv_memory(pair).layers
+    assert under_way.temporary == before.pages + before.tail and under_way.total == before.total + under_way.temporary
+    fork.commit(60)
+    (after,) = kv_memory(pair).layers
+    assert (after.temporary, after.unwritten) == (0, 0) and after.pages == before.pages
+
+
+def test_padding_of_pages_is_counted(monkeypatch):
+    """No layout pads today; a later one may."""
+    monkeypatch.setattr(PageLayout, "page_bytes", property(lambda layout: 24 + layout.page_code_bytes))
+    table = PageTable(PagePool(layout_of(), CPU), 1)
+    table.begin(300, None)
+    table.commit(300)
+    (layer,) = kv_memory([make_handle(table, KEYS, 0, 300)]).layers
+    assert layer.padding == 24 * len(table.pages) > 0 and layer.pages == layer.codes + layer.scales + layer.padding

@@ -13,6 +13,7 @@ from paged_tables import CPU, dense_rows, layout_of, table_of
 from tiny_models import prompt, tuple_model
 
 import gemkv_compile
+from gemkv_compile.compat import bytes_at
 from gemkv_compile.errors import CacheMismatch, GemkvError, PoolExhausted, ReleasedHandle
 from gemkv_compile.kernels import ops
 from gemkv_compile.kernels.layout import CODE_BITS
@@ -20,7 +21,7 @@ from gemkv_compile.runtime.handle import KEYS, VALUES, make_handle
 from gemkv_compile.runtime.importing import continue_past, import_dense
 from gemkv_compile.runtime.page_table import PageTable
 from gemkv_compile.runtime.pool import PagePool
-from gemkv_compile.runtime.reservation import Reservation
+from gemkv_compile.runtime.reservation import HeldPages, Reservation
 
 
 def append(table, keys, values, keep=None, start=0):
@@ -438,56 +439,82 @@ def test_a_selection_that_has_moved_on_is_selected_again():
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Random appends, forks, crops, selections, failures and deaths beside plain tensors."""
+    """Random appends, forks, crops, selections, releases, held pages, failures and deaths beside plain tensors.
 
-    @initialize(kv_format=st.just("model"), page_size=st.sampled_from([64, 128]))
-    def start(self, kv_format, page_size):
-        self.pool = PagePool(layout_of(kv_format, page_size=page_size, heads=1), CPU)
+    The pool has a limit that is reached now and then: then nothing has changed.
+    """
+
+    @initialize(kv_format=st.just("model"), page_size=st.sampled_from([64, 128]), limit=st.sampled_from([4, 12, None]))
+    def start(self, kv_format, page_size, limit):
+        layout = layout_of(kv_format, page_size=page_size, heads=1)
+        self.pool = PagePool(layout, CPU, limit and limit * layout.page_bytes)
         self.caches = []  # (handle pair, dense keys, dense values)
+        self.held = []  # as a backward pass holds pages, with what they are
         self.seed = 0
 
-    @rule(batch=st.integers(1, 3), tokens=st.integers(0, 150))
+    def alive(self, data):
+        return data.draw(st.sampled_from([cache for cache in self.caches if not cache[0][0].table.released]))
+
+    def has_alive(self):
+        return any(not pair[0].table.released for pair, *_ in self.caches)
+
+    @rule(batch=st.integers(1, 3), tokens=st.sampled_from([128, 100, 192, 64, 63, 65, 0, 1]) | st.integers(0, 150))
     def new(self, batch, tokens):
         self.seed += 1
         keys, values = dense_rows(batch, tokens, 1, seed=self.seed)
-        table = import_dense(self.pool, keys, values)
+        try:
+            table = import_dense(self.pool, keys, values)
+        except PoolExhausted:
+            assert self.pool.limit is not None
+            return
         self.caches.append(([make_handle(table, role, 0, tokens) for role in (KEYS, VALUES)], keys, values))
 
-    @precondition(lambda self: self.caches)
-    @rule(data=st.data(), tokens=st.integers(1, 140), keep=st.sampled_from([None, 40, 100]), fails=st.booleans())
+    @precondition(has_alive)
+    @rule(
+        data=st.data(),
+        tokens=st.sampled_from([64, 1, 128]) | st.integers(1, 140),
+        keep=st.sampled_from([None, 40, 100]),
+        fails=st.booleans(),
+    )
     def append(self, data, tokens, keep, fails):
         """Continue a cache; the one it continues stays as it was."""
-        pair, keys, values = data.draw(st.sampled_from(self.caches))
+        pair, keys, values = self.alive(data)
         if not pair[0].numel():
             return
         self.seed += 1
         more = dense_rows(keys.shape[0], tokens, 1, seed=self.seed)
         table, first = continue_past(self.pool, keys.shape[0], *pair, 2)
-        table.expose_from(first)
-        table.begin(tokens, keep, first)
-        layout = self.pool.layout
-        ops.append_kv(*more, table.page_table, table.seq_lens, table.tail, layout.page_size, layout.kv_format, "test")
-        if fails:
-            table.abort()
+        try:
+            table.expose_from(first)
+            table.begin(tokens, keep, first)
+            layout, state = self.pool.layout, (table.page_table, table.seq_lens, table.tail)
+            ops.append_kv(*more, *state, layout.page_size, layout.kv_format, "test")
+            if not fails:
+                table.commit(tokens)
+        except PoolExhausted:
+            assert self.pool.limit is not None
             return
-        table.commit(tokens)
+        finally:
+            table.end()
+        if fails:
+            return
         visible = first if keep is None else max(first, table.length - keep)
         both = [torch.cat([a, b], 2)[:, :, visible - first :] for a, b in zip((keys, values), more, strict=True)]
         self.caches.append(([make_handle(table, role, visible, table.length) for role in (KEYS, VALUES)], *both))
 
-    @precondition(lambda self: self.caches)
+    @precondition(has_alive)
     @rule(data=st.data())
     def crop(self, data):
-        pair, keys, values = data.draw(st.sampled_from(self.caches))
+        pair, keys, values = self.alive(data)
         first = data.draw(st.integers(0, keys.shape[2]))
         last = data.draw(st.integers(first, keys.shape[2]))
         cropped = [handle[:, :, first:last] for handle in pair]
         self.caches.append((cropped, keys[:, :, first:last], values[:, :, first:last]))
 
-    @precondition(lambda self: self.caches)
+    @precondition(has_alive)
     @rule(data=st.data())
     def select(self, data):
-        pair, keys, values = data.draw(st.sampled_from(self.caches))
+        pair, keys, values = self.alive(data)
         rows = torch.tensor(data.draw(st.lists(st.integers(0, keys.shape[0] - 1), min_size=1, max_size=4)))
         self.caches.append(([handle.index_select(0, rows) for handle in pair], keys[rows], values[rows]))
 
@@ -496,28 +523,76 @@ class TableMachine(RuleBasedStateMachine):
     def forget(self, data):
         del self.caches[data.draw(st.integers(0, len(self.caches) - 1))]
 
+    @precondition(has_alive)
+    @rule(data=st.data())
+    def release(self, data):
+        """All handles of the table are dead from then on; forks live."""
+        pair, keys, _ = self.alive(data)
+        pair[0].release()
+        assert pair[0].table.released and not pair[0].table.pages
+        with pytest.raises(ReleasedHandle):
+            continue_past(self.pool, keys.shape[0], *pair, 2) if pair[0].numel() else pair[0].copy()
+
+    @precondition(has_alive)
+    @rule(data=st.data())
+    def hold(self, data):
+        """Pages stay as they are for a backward pass, whatever becomes of the cache."""
+        table = self.alive(data)[0][0].table
+        pages = [address for row in table.pages.values() for address in row]
+        data = [bytes_at(address, self.pool.layout.page_bytes, CPU).clone() for address in pages]
+        stored = table.length // self.pool.layout.group_size * self.pool.layout.group_size
+        if stored % self.pool.layout.page_size == 0:  # else rows may still be written into the last page
+            self.held.append((HeldPages([table]), pages, data))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def let_go(self, data):
+        del self.held[data.draw(st.integers(0, len(self.held) - 1))]
+
+    @rule()
+    def trim(self):
+        self.pool.trim()
+        assert all(len(slab.free) < slab.num_pages for slab in self.pool._slabs.values())
+
     @invariant()
     def every_cache_is_what_it_should_be(self):
         for pair, *dense in getattr(self, "caches", ()):
             for handle, expected in zip(pair, dense, strict=True):
-                torch.testing.assert_close(handle.materialise(), expected, rtol=0, atol=0)
+                if handle.table.released:
+                    if expected.shape[2]:
+                        with pytest.raises(ReleasedHandle):
+                            handle.materialise()
+                else:
+                    torch.testing.assert_close(handle.materialise(), expected, rtol=0, atol=0)
+
+    @invariant()
+    def held_pages_keep_their_bytes(self):
+        for _, pages, data in getattr(self, "held", ()):
+            for address, expected in zip(pages, data, strict=True):
+                assert torch.equal(bytes_at(address, self.pool.layout.page_bytes, CPU), expected)
 
     @invariant()
     def pages_are_counted(self):
         if hasattr(self, "pool"):
             tables = {id(h.table): h.table for pair, *_ in self.caches for h in pair}.values()
             used = {page for table in tables for pages in table.pages.values() for page in pages}
+            used |= {page for held, *_ in self.held for _, pages in held.items() for page in pages}
             if self.pool.stats().pages != len(used):
                 gc.collect()
-            assert self.pool.stats().pages == len(used)
+            stats = self.pool.stats()
+            assert stats.pages == len(used)
+            assert stats.in_use <= stats.reserved <= (self.pool.limit or stats.reserved)
 
     def teardown(self):
         if hasattr(self, "pool"):
             self.caches.clear()
+            self.held.clear()
             if self.pool.stats().pages:
                 gc.collect()
             assert self.pool.stats().pages == 0
+            self.pool.trim()
+            assert self.pool.stats().reserved == 0
 
 
 TestTables = TableMachine.TestCase
-TestTables.settings = settings(max_examples=40, stateful_step_count=20, deadline=None, derandomize=True)
+TestTables.settings = settings(max_examples=80, stateful_step_count=25, deadline=None, derandomize=True)

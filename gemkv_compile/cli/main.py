@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from gemkv_compile.cli.eval_arguments import add_eval
+from gemkv_compile.cli.memory_arguments import add_memory
 from gemkv_compile.errors import GemkvError
 
 
@@ -49,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.set_defaults(run=_explain)
 
     add_eval(commands).set_defaults(run=_eval)
+    add_memory(commands).set_defaults(run=_memory)
     return parser
 
 
@@ -74,3 +76,9 @@ def _eval(arguments: argparse.Namespace, console: Console) -> int:
     from gemkv_compile.cli.eval import evaluate
 
     return evaluate(console, arguments)
+
+
+def _memory(arguments: argparse.Namespace, console: Console) -> int:
+    from gemkv_compile.cli.memory import memory
+
+    return memory(console, arguments)

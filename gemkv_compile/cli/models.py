@@ -59,6 +59,32 @@ def named_model(name: str, dtype: Any = None) -> tuple[Any, Any, str]:
     return load_model(name, dtype=dtype), load_tokenizer(name), Path(name).name
 
 
+def named_config(name: str) -> tuple[Any, str]:
+    """Config and title of one of `MODEL_NAMES`, a folder with config.json or a GGUF file; no weight is read.
+
+    Raises:
+        FileNotFoundError: the name is none of these, and no path.
+        GemkvError: a package that this needs is missing, or the folder holds no config.
+    """
+    path, title = Path(name), Path(name).stem if name.endswith(".gguf") else Path(name).name
+    if name == "gemma3-270m":
+        if not importlib.util.find_spec(GEMMA_PACKAGE):
+            raise GemkvError(f"{GEMMA_NAME} is not installed. {INSTALL_HINT}")
+        path, title = _gemma_file(), GEMMA_NAME
+    elif name == "smollm2-135m":
+        if not importlib.util.find_spec(SMOLLM_PACKAGE):
+            raise GemkvError(f"{SMOLLM_NAME} is not installed. {SMOLLM_HINT}")
+        path, title = _smollm_file(), SMOLLM_NAME
+    elif not path.exists():
+        raise FileNotFoundError(f"{name} does not exist; give a folder, a .gguf file or {' or '.join(MODEL_NAMES)}.")
+    from_pretrained = _transformers("AutoConfig").from_pretrained
+    folder, place = _place(path)
+    if folder == path and not (path / "config.json").exists():
+        raise GemkvError(f"{name} has no config.json; give the folder of a model, or a .gguf file.")
+    with _offline():
+        return from_pretrained(folder, **place), title
+
+
 def load_model(path: str | Path, attention: str = "sdpa", dtype: Any = None) -> Any:
     """Load a causal language model, in eval mode, from a folder or a GGUF file.
 

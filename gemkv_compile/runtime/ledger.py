@@ -18,9 +18,16 @@ STATES = ("keys", "values", "conv_states", "recurrent_states")  # of a layer
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """Bytes of one layer's cache: pages (of which codes and scales; the rest is rows not yet written), tail, tables.
+    """Bytes of one layer's cache.
 
-    A page that several tables share is counted in the first of them.
+    Args:
+        pages: Whole pages: codes, scales and padding. One that several tables share is counted in the first of them.
+        codes, scales: Of these; also those of groups that are not complete yet.
+        tail: Rows of the newest, incomplete group, in the model's precision.
+        tables: Page addresses, lengths and starts.
+        padding: Bytes of pages that are there for alignment only.
+        unwritten: Bytes of codes and scales that no row has been written to yet.
+        temporary: What an append under way holds besides: a copy of the tail, pages that new ones stand for.
     """
 
     pages: int
@@ -28,11 +35,14 @@ class LayerMemory:
     scales: int
     tail: int
     tables: int
+    padding: int = 0
+    unwritten: int = 0
+    temporary: int = 0
 
     @property
     def total(self) -> int:
-        """Pages, tail and tables."""
-        return self.pages + self.tail + self.tables
+        """Pages, tail, tables, and what is temporary."""
+        return self.pages + self.tail + self.tables + self.temporary
 
 
 @dataclass(frozen=True)
@@ -112,14 +122,22 @@ def _dense_bytes(tensors: list[torch.Tensor]) -> int:
 
 def _measure(table: PageTable, counted: set[int]) -> LayerMemory:
     layout = table.pool.layout
-    own = {address for addresses in list(table.pages.values()) for address in addresses} - counted
+    pages = {address: index for index, addresses in list(table.pages.items()) for address in addresses}
+    own = pages.keys() - counted
     counted |= own
+    groups = table.length // layout.group_size
+    missing = sum(max(0, (pages[address] + 1) * layout.groups_per_page - groups) for address in own)
     tables = (table.page_table, table.seq_lens, table.starts)
-    codes = layout.num_kv_heads * layout.groups_per_page * (layout.k_bytes + layout.v_bytes)
+    saved, replaced = table.under_way()
+    extra = set(replaced) - counted
+    counted |= extra
     return LayerMemory(
         pages=len(own) * layout.page_bytes,
-        codes=len(own) * codes,
-        scales=len(own) * (layout.page_bytes - codes),
-        tail=table.tail.numel() * table.tail.element_size(),
-        tables=sum(tensor.numel() * tensor.element_size() for tensor in tables),
+        codes=len(own) * layout.page_code_bytes,
+        scales=len(own) * layout.page_scale_bytes,
+        tail=table.tail.nbytes,
+        tables=sum(tensor.nbytes for tensor in tables),
+        padding=len(own) * layout.page_padding_bytes,
+        unwritten=missing * layout.num_kv_heads * layout.group_bytes,
+        temporary=(0 if saved is None else saved.nbytes) + len(extra) * layout.page_bytes,
     )

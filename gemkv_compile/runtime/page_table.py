@@ -34,21 +34,40 @@ class PageTable(PageState):
         super().__init__(pool, batch)
         self.last_selection: tuple[Any, weakref.ref[PageTable]] | None = None  # see `handle_views.select_rows`
         self._reservation: Reservation | None = None
+        self._leaving: Sequence[int] = ()  # pages to give back next, also after an interrupt
         self._lock = threading.RLock()
         self._handles: deque[weakref.ref[Any]] = deque()  # any thread appends; only a claim takes out
         self._room_for_handles = MANY_HANDLES
 
     def __del__(self) -> None:
-        for addresses in getattr(self, "pages", {}).values():
-            self.pool.give_back(addresses)
         reservation: Reservation | None = getattr(self, "_reservation", None)
+        pages = getattr(self, "pages", {}) if reservation is None else reservation.before
+        for addresses in pages.values():
+            self.pool.give_back(addresses)
         if reservation is not None:
-            self.pool.give_back(reservation.replaced())
+            self.pool.give_back(reservation.taken)
+        self.pool.give_back(getattr(self, "_leaving", ()))
+
+    @property
+    def has_readers(self) -> bool:
+        """Whether a handle shows rows of the table, or a call is using it."""
+        return bool(self._handles) or self.is_appending or self._is_used_elsewhere()
+
+    def _is_used_elsewhere(self) -> bool:
+        if not self._lock.acquire(blocking=False):
+            return True
+        self._lock.release()
+        return False
 
     @property
     def is_appending(self) -> bool:
         """Whether an append is under way."""
         return self._reservation is not None
+
+    def under_way(self) -> tuple[torch.Tensor | None, list[int]]:
+        """What an append under way holds besides the table: a copy of the tail, and pages that new ones stand for."""
+        reservation = self._reservation
+        return (None, []) if reservation is None else (reservation.saved_tail, reservation.replaced())
 
     def register(self, handle: Any) -> None:
         """Note that `handle` can see rows from `handle.start` on, for as long as it lives."""
@@ -147,7 +166,7 @@ class PageTable(PageState):
         """Give each page index in `wanted` a page that no other table shares, and save rows that would be lost."""
         fresh = [index for index in wanted if index not in self.pages]
         shared = [i for i in wanted if i in self.pages and any(map(self.pool.is_shared, self.pages[i]))]
-        addresses = self.pool.allocate(self.batch * (len(fresh) + len(shared)))
+        addresses = self.pool.allocate(self.batch * (len(fresh) + len(shared)), reservation.taken)
         new = {index: addresses[i * self.batch : (i + 1) * self.batch] for i, index in enumerate(fresh + shared)}
         reservation.new = new
         for index in shared:
@@ -161,18 +180,30 @@ class PageTable(PageState):
 
     def commit(self, num_tokens: int) -> None:
         """Count `num_tokens` rows that an operator has written since `begin`."""
-        reservation, self._reservation = self._reservation, None
-        self.length += num_tokens
+        reservation = self._reservation
+        replaced: Sequence[int] = ()
         if reservation is not None and reservation.new:
-            self.pool.give_back(reservation.replaced())
+            replaced = reservation.replaced()
+            if self.pool.observers:
+                self.pool.note_bound(reservation.taken)
+        # At once, so that nothing can come in between.
+        self._reservation, self.length, self._leaving = None, self.length + num_tokens, replaced
+        self._give_back_leaving()
+
+    def _give_back_leaving(self) -> None:
+        leaving = self._leaving
+        if leaving:
+            self._leaving = ()
+            self.pool.give_back(leaving)
 
     def abort(self) -> None:
         """Undo `begin` and whatever an operator has written since; does nothing after `commit`.
 
         If that fails, what the device holds is not known, and the table is released.
         """
-        reservation, self._reservation = self._reservation, None
+        reservation = self._reservation
         if reservation is None:
+            self._give_back_leaving()
             return
         try:
             reservation.undo(self)
@@ -180,8 +211,8 @@ class PageTable(PageState):
             self.released = True
             raise
         finally:
-            for addresses in reservation.new.values():
-                self.pool.give_back(addresses)
+            self.pages, self._reservation, self._leaving = reservation.before, None, reservation.taken
+            self._give_back_leaving()
 
     def release_unreachable(self) -> None:
         """Give back every page that no living handle can see."""

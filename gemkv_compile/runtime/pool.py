@@ -7,6 +7,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -36,6 +37,13 @@ class PoolStats:
     pages: int
 
 
+class PageObserver(Protocol):
+    """Is told what happens to pages, under the lock of their pool: it must neither wait nor use the pool."""
+
+    def __call__(self, pool: PagePool, event: str, pages: Sequence[int]) -> None:
+        """Event: "reserved", "bound" (they hold rows now), "shared" or "dropped": one reference more or less each."""
+
+
 class PagePool:
     """Hands out pages of one layout on one device, counts who shares them and takes them back.
 
@@ -58,6 +66,7 @@ class PagePool:
         # by the next call that holds the lock.
         self._returned: deque[Sequence[int]] = deque()
         self._lock = threading.Lock()
+        self.observers: tuple[PageObserver, ...] = ()
 
     @property
     def name(self) -> str:
@@ -72,12 +81,16 @@ class PagePool:
             self._take_in_returned()
             return self._missing(count) <= self._room()
 
-    def allocate(self, count: int) -> list[int]:
+    def allocate(self, count: int, taken: list[int] | None = None) -> list[int]:
         """Take `count` pages, each with one reference. All or nothing.
 
+        Args:
+            taken: An empty list that the pages are put into: its owner gives them back, also if it is interrupted
+                before it sees what this function returns, which is this list.
         Raises:
             PoolExhausted: the limit does not allow it; nothing has changed.
         """
+        pages = [] if taken is None else taken
         with self._lock:
             self._take_in_returned()
             missing = self._missing(count)
@@ -85,14 +98,36 @@ class PagePool:
                 raise PoolExhausted(self.name, missing * self.layout.page_bytes, self.limit or 0, self._in_use_bytes())
             if missing:
                 self._grow(missing)
-            pages = self._pick(count)
-            self._references.update(pages)
-            return pages
+            try:
+                self._pick(count, pages)
+                self._references.update(pages)
+                for observe in self.observers:
+                    observe(self, "reserved", pages)
+            except BaseException:
+                self._put_back(pages)
+                raise
+        return pages
 
     def share(self, pages: Sequence[int]) -> None:
         """Add one reference to each page."""
         with self._lock:
             self._references.update(pages)
+            for observe in self.observers:
+                observe(self, "shared", pages)
+
+    def note_bound(self, pages: Sequence[int]) -> None:
+        """Tell the observers that pages hold rows that count; nothing else changes."""
+        with self._lock:
+            for observe in self.observers:
+                observe(self, "bound", pages)
+
+    def observe(self, observer: PageObserver, on: bool = True) -> dict[int, int]:
+        """Start or stop telling `observer` what happens; returns the references of each page at this moment."""
+        with self._lock:
+            self._take_in_returned()
+            others = tuple(each for each in self.observers if each is not observer)
+            self.observers = (*others, observer) if on else others
+            return dict(self._references)
 
     def is_shared(self, page: int) -> bool:
         """Whether more than one table refers to the page."""
@@ -146,20 +181,32 @@ class PagePool:
         pages = [base + i * self.layout.page_bytes for i in range(num_pages)]
         self._slabs[base] = Slab(memory, num_pages, pages[::-1])
 
-    def _pick(self, count: int) -> list[int]:
-        pages: list[int] = []
+    def _pick(self, count: int, pages: list[int]) -> None:
+        """Move `count` free pages to `pages`; what an interrupt leaves undone, `_put_back` undoes."""
         for base, slab in self._slabs.items():
-            while slab.free and len(pages) < count:
-                page = slab.free.pop()
-                self._slab_of[page] = base
-                pages.append(page)
-        return pages
+            first = max(0, len(slab.free) - (count - len(pages)))
+            chosen = slab.free[first:][::-1]
+            self._slab_of.update(dict.fromkeys(chosen, base))
+            pages += chosen
+            del slab.free[first:]
+
+    def _put_back(self, pages: list[int]) -> None:
+        """Undo an allocation that failed after `_pick` began."""
+        for page in pages:
+            self._references.pop(page, None)
+            slab = self._slabs[self._slab_of[page]]
+            if page not in slab.free:
+                slab.free.append(page)
+        pages.clear()
 
     def _take_in_returned(self) -> None:
         if not self._returned:
             return
         while self._returned:
-            for page in self._returned.popleft():
+            pages = self._returned.popleft()
+            for observe in self.observers:
+                observe(self, "dropped", pages)
+            for page in pages:
                 self._references[page] -= 1
                 if self._references[page] == 0:
                     del self._references[page]
@@ -186,6 +233,7 @@ class PoolSet:
     def __init__(self) -> None:
         self._pools: dict[tuple[PageLayout, torch.device, int | None], PagePool] = {}
         self._lock = threading.Lock()
+        self._observers: tuple[PageObserver, ...] = ()
 
     def get(self, layout: PageLayout, device: torch.device, limit: int | None) -> PagePool:
         """The pool for these pages, made at its first use."""
@@ -193,7 +241,15 @@ class PoolSet:
         with self._lock:
             if key not in self._pools:
                 self._pools[key] = PagePool(layout, device, limit)
+                self._pools[key].observers = self._observers
             return self._pools[key]
+
+    def observe(self, observer: PageObserver, on: bool = True) -> dict[PagePool, dict[int, int]]:
+        """Start or stop observing all pools, also those to come; returns each one's references at that moment."""
+        with self._lock:
+            others = tuple(each for each in self._observers if each is not observer)
+            self._observers = (*others, observer) if on else others
+            return {pool: pool.observe(observer, on) for pool in self._pools.values()}
 
     def stats(self) -> list[PoolStats]:
         """Figures of every pool."""

@@ -19,6 +19,7 @@ class Reservation:
     """
 
     before: dict[int, list[int]]  # the table's pages
+    taken: list[int] = field(default_factory=list)  # addresses of all new pages
     new: dict[int, list[int]] = field(default_factory=dict)  # page index -> addresses
     has_entries: bool = False  # whether page_table may name new pages
     saved_tail: torch.Tensor | None = None
@@ -52,6 +53,10 @@ class HeldPages:
             pages = [address for index, row in table.pages.items() if index < written for address in row]
             table.pool.share(pages)
             self._held.append((table.pool, pages))
+
+    def items(self) -> list[tuple[PagePool, list[int]]]:
+        """Pools and the pages that are held of each."""
+        return list(self._held)
 
     def __del__(self) -> None:
         for pool, pages in self._held:
