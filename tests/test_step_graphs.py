@@ -158,6 +158,22 @@ def test_weights_that_move_or_change(recorded):
     assert len(recorded) == 2
 
 
+def test_expanded_inputs(recorded):
+    """Positions of one row for all sequences, as `expand` gives them."""
+    outs = []
+    for on in (True, False):
+        model = compiled("llama", cuda_graphs=on)
+        with torch.no_grad():
+            cache = model(prompt(3, 20), use_cache=True).past_key_values
+            for step in range(5):
+                position = torch.tensor([[20 + step]]).expand(3, 1)
+                token = torch.tensor([[step]]).expand(3, 1)
+                logits = model(token, past_key_values=cache, position_ids=position, use_cache=True).logits
+        outs.append(logits)
+    torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-4)
+    assert len(recorded) == 1
+
+
 def test_a_capture_that_fails(monkeypatch, caplog):
     def refuse(function, device):
         raise RuntimeError("operation not permitted when stream is capturing")

@@ -118,8 +118,8 @@ class StepGraphs:
             for position, size in self._sizes:
                 capture.inputs[position].fill_(size if isinstance(size, int) else size(given))
             if copied:
-                buffers = [capture.inputs[position] for position in capture.copied]
-                torch._foreach_copy_(buffers, [given[index] for index in copied])
+                buffers = [_once(capture.inputs[position]) for position in capture.copied]
+                torch._foreach_copy_(buffers, [_once(given[index]) for index in copied])
             outputs = self._step(capture, [given[index] for index in fixed])
             for position, index in zip(capture.copied, copied, strict=True):
                 if index in self._plan.written:
@@ -252,6 +252,15 @@ class StepGraphs:
             self._said.add(sentence)
             log.info("gemkv: CUDA graph: %s", sentence)
             self._say(sentence)
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor in which each element is memory of its own: an expanded dimension once."""
+    if 0 in tensor.stride():
+        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            if stride == 0 and size > 1:
+                tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _own(output: Any) -> Any:
