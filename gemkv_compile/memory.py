@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -212,7 +213,7 @@ def track(depth: int = 12) -> Iterator[Tracker]:
 def _stack(depth: int) -> tuple[Frame, ...]:
     """The innermost frames that say something, innermost first."""
     frames: list[Frame] = []
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and len(frames) < depth:
         code = frame.f_code
         if not code.co_filename.startswith(_UNSEEN):
