@@ -76,19 +76,19 @@ class PageTable(PageState):
     def unregister(self, handle: Any) -> None:
         """Hold no reference to `handle`, for a caller that has claimed the table or alone knows it."""
         for _ in range(len(self._handles)):
-            ref = self._handles.popleft()
-            if ref() is not handle:
-                self._handles.append(ref)
+            if self._handles[0]() is not handle:
+                self._handles.append(self._handles[0])
+            self._handles.popleft()
 
     def _living_handles(self) -> list[Any]:
         """Handles of this table, for a caller that has claimed it; those that are dead are forgotten."""
         alive = []
         for _ in range(len(self._handles)):
-            ref = self._handles.popleft()
-            handle = ref()
+            handle = self._handles[0]()
             if handle is not None and handle.table is self:
-                self._handles.append(ref)
+                self._handles.append(self._handles[0])  # before it leaves: an interrupt in between loses none
                 alive.append(handle)
+            self._handles.popleft()
         self._room_for_handles = max(MANY_HANDLES, 2 * len(alive))
         return alive
 
