@@ -5,7 +5,7 @@ import math
 import paged_cases as cases
 import pytest
 import torch
-from triton_devices import DEVICES, close_enough, to_device
+from triton_devices import DEVICES, FORMATS, close_enough, to_device
 
 from gemkv_compile.errors import InvalidOption
 from gemkv_compile.kernels.attend_chunk.kernel import attend_chunk_triton
@@ -49,7 +49,7 @@ def test_lengths(device, kv_format, dtype):
 
 
 @devices
-@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize("kv_format", FORMATS)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256, 512])
 def test_head_sizes(device, head_dim, kv_format):
     cache = cases.PagedCache(1, 1, head_dim, 64, 64, kv_format, HALF).fill([100])
@@ -188,7 +188,7 @@ def test_ring_of_pages(device, length, holes):
 
 
 @devices
-@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize("kv_format", FORMATS)
 def test_stored_nans_that_nobody_sees(device, kv_format):
     cache = cases.PagedCache(1, 1, 16, 64, 32, kv_format)
     k, v = (cases.normal(1, 1, 150, 16, seed=i) for i in range(2))

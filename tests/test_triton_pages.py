@@ -5,14 +5,14 @@ import math
 import paged_cases as cases
 import pytest
 import torch
-from triton_devices import DEVICES, close_enough, to_device
+from triton_devices import DEVICES, FORMATS, close_enough, to_device
 
 from gemkv_compile.kernels.attend_pages.kernel import MAX_SPLITS, attend_pages_triton, num_splits
 from gemkv_compile.kernels.layout import KV_FORMATS
 
 LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 200)
 devices = pytest.mark.parametrize("device", DEVICES)
-formats = pytest.mark.parametrize("kv_format", KV_FORMATS)
+formats = pytest.mark.parametrize("kv_format", FORMATS)
 DTYPES = [
     torch.float32,
     *(pytest.param(dtype, marks=pytest.mark.gpu) for dtype in (torch.bfloat16, torch.float16)),
@@ -39,7 +39,7 @@ def query(cache, groups, seed=0):
 
 
 @devices
-@formats
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
 @dtypes
 @pytest.mark.parametrize("groups", [3, 16])
 def test_every_length(device, kv_format, dtype, groups):
