@@ -10,7 +10,7 @@ export PYTHONSAFEPATH := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-gpu lint typecheck goldens bench matrix clean
+.PHONY: demo test test-slow test-gpu lint typecheck goldens bench matrix clean
 
 demo: $(STAMP)
 	$(BIN)/gemkv demo
@@ -19,7 +19,12 @@ demo: $(STAMP)
 # name, so that slow files with few tests are not the last.
 JOBS ?= $(shell env -u OMP_NUM_THREADS nproc)
 test: $(STAMP) $(OLDEST)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu and not slow" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# More of the same, at more sizes and devices, which CI has no time for.
+test-slow: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow and not gpu" -n $(JOBS) $(ARGS)
+	TRITON_INTERPRET=0 $(BIN)/pytest -m "slow and not gpu" tests/test_triton_chunk_compile.py tests/test_triton_decode_compile.py
 
 # In an environment that has torch with CUDA, Triton and Transformers: make test-gpu STAMP= BIN=/path/to/its/bin
 test-gpu: $(STAMP)

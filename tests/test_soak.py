@@ -3,10 +3,13 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 import gemkv_compile
 from gemkv_compile.runtime.ledger import kv_memory
 
 
+@pytest.mark.slow
 def test_thirty_calls(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "examples" / "benchmarks"))
     soak = __import__("soak")

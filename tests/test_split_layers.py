@@ -50,7 +50,10 @@ def test_equal_layers_are_compiled_once(compiled_parts):
     assert graphs >= 2 and len(compiled_parts) <= 4 * graphs
 
 
-@pytest.mark.parametrize("family", ["gemma3n", "llama", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param("gemma3n", marks=pytest.mark.slow), "llama", pytest.param("gpt_oss", marks=pytest.mark.slow)],
+)
 def test_tokens_are_the_same(compiled_parts, family):
     attention = {"gpt_oss": "eager"}.get(family, "sdpa")
     changes = {} if family == "gemma3n" else {"num_hidden_layers": 4}
@@ -101,7 +104,7 @@ def test_values_are_let_go(monkeypatch):
     assert len(made) == 7 and sum(map(len, made)) >= 7
 
 
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("split", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_inductor(split):
     """The real inner compiler on a CPU."""
     model = tuple_model(layers=4)
