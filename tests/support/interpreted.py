@@ -10,7 +10,7 @@ ON = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def run_compiled(file, folder):
-    """Run a file's tests, but slow ones and those for a GPU, in a process that compiles kernels, from an empty folder."""
+    """Run a file's tests, but slow ones and those for a GPU, in a process that compiles, from an empty folder."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu and not slow", str(Path(file).resolve())]
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
