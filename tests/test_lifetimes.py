@@ -112,6 +112,19 @@ def shared_once_too_often():
     return pair
 
 
+def test_a_table_that_outlives_its_handles_is_a_leak():
+    with memory.track() as tracker:
+        pair = cache_of(64)
+        table = pair[0].table
+        assert tracker.leaks() == []
+        pair[0].mul_(2)  # stands for a table of its own from now on
+        del pair[1]
+        (leak,) = tracker.leaks()
+        assert leak.page.address in table.pages[0] and leak.reason == "no handle can show its rows"
+        del table, pair
+        assert tracker.leaks() == [] and tracker.live() == []
+
+
 @pytest.mark.parametrize("reason", LEAKS)
 def test_leaks_are_found_with_their_stack(reason):
     before = set(own_pool()._references)

@@ -51,7 +51,9 @@ class PageTable(PageState):
     @property
     def has_readers(self) -> bool:
         """Whether a handle shows rows of the table, or a call is using it."""
-        return bool(self._handles) or self.is_appending or self._is_used_elsewhere()
+        alive = (ref() for ref in list(self._handles))
+        shown = any(handle is not None and handle.table is self for handle in alive)
+        return shown or self.is_appending or self._is_used_elsewhere()
 
     def _is_used_elsewhere(self) -> bool:
         if not self._lock.acquire(blocking=False):
