@@ -282,7 +282,7 @@ def test_the_command_through_the_compiled_model(folder, tmp_path, capsys):
 
 
 def test_mistakes_of_the_command(folder, capsys):
-    assert main(["eval", str(folder), "--formats", "int4"]) == 1
+    assert main(["eval", str(folder), "--formats", "int3"]) == 1
     assert main(["eval", str(folder), "--device", "cuda:99"]) == 1
     assert main(["eval", "no/such"]) == 1
     assert (
