@@ -10,10 +10,10 @@ from triton.compiler import ASTSource
 
 from gemkv_compile.kernels.append_kv import kernel as append
 from gemkv_compile.kernels.attend_pages import kernel as attend
+from gemkv_compile.kernels.attend_pages import sizes as launch
 from gemkv_compile.kernels.layout import PageLayout
 
 HEADS, GROUPS = 4, 2
-SPILLS = {(128, "int8"): 8, (512, "int8"): 64, (512, "int4"): 224}  # bytes a thread
 SOME = [(86, 256, "int8"), (86, 512, "int8"), (90, 128, "int8"), (90, 512, "int8"), (100, 256, "int8")]
 SOME += [(90, 256, "k8v4")]
 LATER = [(80, 128, "int4"), (90, 512, "int4"), (100, 256, "int4")]
@@ -55,18 +55,19 @@ def test_in_a_process_that_compiles(tmp_path):
 @pytest.mark.parametrize("arch, head_dim, kv_format", SOME)
 def test_attention_fits_a_device_and_copies_ahead(arch, head_dim, kv_format, tmp_path):
     layout = PageLayout(HEADS, head_dim, 256, 64, kv_format, torch.bfloat16)
-    tile = attend.tile_tokens(head_dim, 2, 64)
+    tile = launch.tile_tokens(head_dim, 2, 64)
     absent = [name for name in attend.attend_split.arg_names if name.startswith(("padding", "mask"))]
     constants = sizes(layout) | dict.fromkeys(absent) | {"GROUPS": GROUPS, "TILE": tile, "q_dim": 1}
     constants |= {"HAS_CAP": False, "HAS_WINDOW": False, "D_PADDED": head_dim, "GROUPS_PADDED": 8}
-    constants |= {"HALF_PADDED": attend.half_padded(head_dim)}
+    constants |= {"HALVES": True, "BITS": True}
+    constants |= {"HALF_PADDED": launch.half_padded(head_dim)}
     pointers = {"q": "*bf16", "page_table": "*i64", "seq_lens": "*i32", "starts": "*i32", "tail": "*bf16"}
     pointers |= {"sums": "*fp32", "peaks": "*fp32"}
-    stages = attend.stages(attend.step_bytes(tile, head_dim, layout.k_bits + layout.v_bits), SHARED[arch])
-    options = {"num_warps": 4 if head_dim <= 256 else 8, "num_stages": stages}
+    stages = launch.stages(launch.step_bytes(tile, head_dim, layout.k_bits + layout.v_bits), SHARED[arch])
+    options = {"num_warps": launch.num_warps(head_dim), "num_stages": stages}
     kernel = compiled(attend.attend_split, pointers, ("scale", "softcap"), constants, arch, **options)
     assert kernel.metadata.shared <= SHARED[arch]
-    assert spilled_bytes(kernel.asm["ptx"], arch, tmp_path) <= SPILLS.get((head_dim, kv_format), 0)
+    assert spilled_bytes(kernel.asm["ptx"], arch, tmp_path) == 0
     copies = [x for x in kernel.asm["ttgir"].splitlines() if "async_copy_global_to_local" in x and "ptr<i8>" in x]
     assert stages >= 2 and copies and all("contiguity = 16" in line for line in copies)
 
@@ -77,12 +78,12 @@ def test_tile_sizes(shared, bits):
     """Keys and values in flight, queries and weights fit any device, at every head size."""
     for head_dim in range(16, 513, 16):
         dim = triton.next_power_of_2(head_dim)
-        tile = attend.tile_tokens(head_dim, max(bits // 16, 2), 64)
-        step = attend.step_bytes(tile, head_dim, bits)
+        tile = launch.tile_tokens(head_dim, max(bits // 16, 2), 64)
+        step = launch.step_bytes(tile, head_dim, bits)
         assert step >= tile * dim * bits // 8
-        stages = attend.stages(step, shared)
+        stages = launch.stages(step, shared)
         assert 16 <= tile <= 64 and 1 <= stages <= 3
-        assert (stages - 1) * step + attend.SMALL_BUFFERS <= shared
+        assert (stages - 1) * step + launch.SMALL_BUFFERS <= shared
 
 
 @pytest.mark.skipif(interpreted.ON, reason="kernels are interpreted here")

@@ -4,6 +4,8 @@ A program takes a run of 64-token groups of one K/V head and leaves an unnormali
 With k = code * scale + zero per channel of a group, q . k = (q * scale) . code + q . zero, so codes go to the tensor
 cores as they are, and the same holds for the values; scales per token go into the weights. 4-bit codes come two in a
 byte: low and high nibbles are two tiles, the two halves of the channels (`kernels.layout`), with a product each.
+Models of 16 bits multiply codes in float16 whatever their dtype is (`kernel_codes`): queries are brought to numbers
+below 1 for it, which float16 holds with 3 more bits than bfloat16, and weights lie below 256.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -15,26 +17,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gemkv_compile.errors import InvalidOption
+from gemkv_compile.kernels.attend_pages.kernel_codes import BIAS, exact_codes, exact_high, exact_low, shifted_codes
 from gemkv_compile.kernels.attend_pages.kernel_parts import (
+    HEADROOM,
     LOWEST,
     combine_splits,
     exact_dot,
     finish_scores,
-    high_codes,
     is_seen,
+    largest_number,
     load_columns,
     load_plane,
     load_rows,
-    low_codes,
     multiply_keys,
+    normalise,
+    power_above,
+)
+from gemkv_compile.kernels.attend_pages.sizes import (
+    device_limits,
+    half_padded,
+    num_splits,
+    num_warps,
+    padded,
+    stages,
+    step_bytes,
+    tile_tokens,
 )
 from gemkv_compile.kernels.layout import PageLayout
 from gemkv_compile.kernels.results import empty_results
-
-PROGRAMS_PER_SM = 12  # measured on an H200; 4 take 1.4 times as long at batch 8, 32K tokens
-MAX_SPLITS = 128
-SMALL_BUFFERS = 12 * 1024  # shared memory for queries and weights
 
 
 def attend_pages_triton(
@@ -61,7 +71,7 @@ def attend_pages_triton(
     if not q.numel():
         return out, lse
     groups = num_q_heads // heads
-    multiprocessors, shared_bytes = _device_limits(q.device)
+    multiprocessors, shared_bytes = device_limits(q.device)
     splits = num_splits(batch * heads, page_table.shape[1] * layout.groups_per_page, multiprocessors)
     tile = tile_tokens(dim, q.element_size(), layout.group_size)
     sums = torch.empty((batch, num_q_heads, splits, dim), dtype=torch.float32, device=q.device)
@@ -78,68 +88,16 @@ def attend_pages_triton(
             HEADS=heads, GROUPS=groups, D=dim, GROUP=layout.group_size, TILE=tile,
             GROUPS_PER_PAGE=layout.groups_per_page, K_BITS=layout.k_bits, V_BITS=layout.v_bits, K_BYTES=layout.k_bytes,
             V_BYTES=layout.v_bytes, GROUP_BYTES=layout.group_bytes, QUANTISED=layout.is_quantised,
-            HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, D_PADDED=triton.next_power_of_2(dim),
-            HALF_PADDED=half_padded(dim), GROUPS_PADDED=max(8, triton.next_power_of_2(groups)),
-            num_warps=4 if dim <= 256 else 8,
+            HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, D_PADDED=padded(dim),
+            HALF_PADDED=half_padded(dim), GROUPS_PADDED=max(8, padded(groups)),
+            HALVES=q.element_size() == 2, BITS=q.is_cuda, num_warps=num_warps(dim),
             num_stages=stages(step_bytes(tile, dim, layout.k_bits + layout.v_bits), shared_bytes),
         )  # fmt: skip
         combine_splits[(num_q_heads, batch)](
             sums, peaks, sinks, 0 if sinks is None else sinks.stride(0), out, out.stride(0), out.stride(1), lse, splits,
-            D=dim, D_PADDED=triton.next_power_of_2(dim), SPLITS_PADDED=triton.next_power_of_2(splits), num_warps=4,
+            D=dim, D_PADDED=padded(dim), SPLITS_PADDED=padded(splits), num_warps=4,
         )  # fmt: skip
     return out, lse
-
-
-def num_splits(rows: int, groups: int, multiprocessors: int) -> int:
-    """Programs that share the keys of one sequence and head.
-
-    Args:
-        rows: Sequences times K/V heads.
-        groups: 64-token groups that the page table has room for.
-    """
-    wanted = -(-PROGRAMS_PER_SM * multiprocessors // rows)
-    return max(1, min(wanted, groups, MAX_SPLITS))
-
-
-def tile_tokens(head_dim: int, element_bytes: int, group_size: int) -> int:
-    """Tokens of a step: a whole group, or a part of it whose keys take 64 KB at most in the model's dtype.
-
-    Raises:
-        InvalidOption: the group is no multiple of 16.
-    """
-    if group_size % 16:
-        raise InvalidOption(f"group_size must be a multiple of 16 on a GPU, got {group_size}. Use the default, 64.")
-    rows = 65536 // (triton.next_power_of_2(head_dim) * element_bytes)
-    return max(16, min(group_size & -group_size, rows))
-
-
-def half_padded(head_dim: int) -> int:
-    """Rows of a tile that holds half of the channels: a power of two, and what a tensor core multiplies at least."""
-    return max(16, triton.next_power_of_2(head_dim) // 2)
-
-
-def step_bytes(tile: int, head_dim: int, bits: int) -> int:
-    """Bytes of the keys and values of a step of `tile` tokens, rows padded; bits of a number of both together."""
-    return tile * triton.next_power_of_2(head_dim) * bits // 8
-
-
-def stages(step_bytes: int, shared_bytes: int) -> int:
-    """Pipeline stages: 3 if the keys and values of two steps fit into shared memory, 2 for one, 1 for none.
-
-    Args:
-        step_bytes: Keys and values of a step, as the function of that name gives them.
-        shared_bytes: What one program may take.
-    """
-    room = (shared_bytes - SMALL_BUFFERS) // step_bytes
-    return max(1, min(3, room + 1))
-
-
-def _device_limits(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors, and bytes of shared memory that one program may take."""
-    if device.type != "cuda":
-        return 2, 100 * 1024
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
 @triton.jit
@@ -152,8 +110,12 @@ def attend_split(
     GROUPS_PER_PAGE: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_BYTES: tl.constexpr,
     V_BYTES: tl.constexpr, GROUP_BYTES: tl.constexpr, QUANTISED: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, D_PADDED: tl.constexpr, HALF_PADDED: tl.constexpr, GROUPS_PADDED: tl.constexpr,
+    HALVES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """One share of one K/V head's keys: sums [D, query heads], the largest score and the sum of weights of each."""
+    """One share of one K/V head's keys: sums [D, query heads], the largest score and the sum of weights of each.
+
+    HALVES: the model's numbers have 16 bits; BITS: float16 numbers may be made of bits.
+    """
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     splits = tl.num_programs(0)
     # Keys and values of 4 bits are tiles of half the channels; the other half is HALF further on.
@@ -180,6 +142,17 @@ def attend_split(
     query = tl.load(q, mask=inside, other=0.0)
     if K_BITS == 4:
         query_high = tl.load(q + HALF * q_dim, mask=inside, other=0.0)
+    code_scale = scale
+    if QUANTISED and HALVES:
+        largest = largest_number(query)
+        if K_BITS == 4:
+            largest = tl.maximum(largest, largest_number(query_high))
+        unit = power_above(largest)
+        query = normalise(query, unit)
+        if K_BITS == 4:
+            query_high = normalise(query_high, unit)
+        code_scale = (scale * unit)[None, :]
+    NUMBER: tl.constexpr = query.dtype
 
     # The groups of this program. A page that a later one has taken the column of is gone.
     last = length // GROUP
@@ -198,7 +171,8 @@ def attend_split(
     tail += row * tail_batch
     elsewhere = tail.to(tl.int64)
     # The address is carried: a load of it in the same step would keep the loads of keys and values from overlapping.
-    address = tl.load(table + (begin // GROUPS_PER_PAGE) % max_pages * table_page, mask=begin < end, other=0)
+    column = (begin // GROUPS_PER_PAGE) % tl.maximum(max_pages, 1)
+    address = tl.load(table + column * table_page, mask=begin < end, other=0)
     for step in tl.range(begin * (GROUP // TILE), end * (GROUP // TILE)):
         group = step // (GROUP // TILE)
         token = step % (GROUP // TILE) * TILE + tl.arange(0, TILE)
@@ -211,50 +185,59 @@ def attend_split(
         if QUANTISED:
             keys = load_rows(block, 0, tl.int8, token, k_dim, K_DIM, K_PADDED)
             values = load_columns(block, K_BYTES, tl.int8, token, v_dim, V_DIM, V_PADDED, GROUP)
+            k_scale = load_plane(block, SCALES, k_dim, K_DIM, K_PADDED)
+            k_zero = load_plane(block, SCALES + 2 * D, k_dim, K_DIM, K_PADDED)
+            if K_BITS == 4:
+                scale_high = load_plane(block, SCALES + D, k_dim, K_DIM, K_PADDED)
+                zero_high = load_plane(block, SCALES + 3 * D, k_dim, K_DIM, K_PADDED)
+                product = multiply_keys(exact_low(keys, NUMBER, BITS), query, k_scale, k_zero)
+                product += multiply_keys(exact_high(keys, NUMBER, BITS), query_high, scale_high, zero_high)
+            else:
+                product = multiply_keys(exact_codes(keys, NUMBER, BITS), query, k_scale, k_zero)
             # Groups that nobody sees may hold NaN, and a weight of 0 does not silence one.
             alive = tl.max(seen.to(tl.int32), 0) != 0
-            k_scale = load_plane(block, SCALES, k_dim, alive, K_DIM, K_PADDED)
-            k_zero = load_plane(block, SCALES + 2 * D, k_dim, alive, K_DIM, K_PADDED)
-            v_scale = load_plane(block, SCALES + 4 * D, v_dim, alive, V_DIM, V_PADDED)
+            v_scale = tl.where(alive, load_plane(block, SCALES + 4 * D, v_dim, V_DIM, V_PADDED).to(tl.float32), 0.0)
             if V_BITS == 4:
-                v_scale_high = load_plane(block, SCALES + 5 * D, v_dim, alive, V_DIM, V_PADDED)
-                norms = load_plane(block, SCALES + 6 * D, token, alive, GROUP, GROUP)
-                norms_high = load_plane(block, SCALES + 6 * D + 2 * GROUP, token, alive, GROUP, GROUP)
+                v_scale_high = load_plane(block, SCALES + 5 * D, v_dim, V_DIM, V_PADDED).to(tl.float32)
+                v_scale_high = tl.where(alive, v_scale_high, 0.0)
+                norms = tl.where(alive, load_plane(block, SCALES + 6 * D, token, GROUP, GROUP).to(tl.float32), 0.0)
+                norms_high = load_plane(block, SCALES + 6 * D + 2 * GROUP, token, GROUP, GROUP).to(tl.float32)
+                norms_high = tl.where(alive, norms_high, 0.0)
             else:
-                v_zero = load_plane(block, SCALES + 6 * D, v_dim, alive, V_DIM, V_PADDED)
-            if K_BITS == 4:
-                scale_high = load_plane(block, SCALES + D, k_dim, alive, K_DIM, K_PADDED)
-                zero_high = load_plane(block, SCALES + 3 * D, k_dim, alive, K_DIM, K_PADDED)
-                product = multiply_keys(low_codes(keys), query, k_scale, k_zero)
-                product += multiply_keys(high_codes(keys), query_high, scale_high, zero_high)
-            else:
-                product = multiply_keys(keys, query, k_scale, k_zero)
+                v_zero = load_plane(block, SCALES + 6 * D, v_dim, V_DIM, V_PADDED).to(tl.float32)
+                v_zero = tl.where(alive, v_zero, 0.0)
+                if HALVES:
+                    v_zero -= BIAS * v_scale
         else:
-            keys = load_rows(block, 0, query.dtype, token, k_dim, D, D_PADDED)
-            values = load_columns(block, K_BYTES, query.dtype, token, v_dim, D, D_PADDED, GROUP)
+            keys = load_rows(block, 0, NUMBER, token, k_dim, D, D_PADDED)
+            values = load_columns(block, K_BYTES, NUMBER, token, v_dim, D, D_PADDED, GROUP)
             values = tl.where(seen[None, :], values, tl.zeros_like(values))
             product = exact_dot(keys, query)
-        scores = finish_scores(product, seen, position, length, member, mask, mask_token, mask_len, scale, softcap,
+        scores = finish_scores(product, seen, position, length, member, mask, mask_token, mask_len, code_scale, softcap,
                          GROUPS, HAS_CAP)  # fmt: skip
-        new_peak = tl.maximum(peak, tl.max(scores, 0))
+        new_peak = tl.maximum(peak, tl.max(scores, 0) - HEADROOM)
         decay = tl.exp2(peak - new_peak)
-        weights = tl.exp2(scores - new_peak[None, :])
-        sum_of_weights = tl.sum(weights, 0)
+        exact_weights = tl.exp2(scores - new_peak[None, :])
+        weights = exact_weights.to(NUMBER)
+        sum_of_weights = tl.sum(weights.to(tl.float32), 0)  # of the weights as they are multiplied
         total = total * decay + sum_of_weights
         weighted = weighted * decay[None, :]
         if V_BITS == 4:
-            part = exact_dot(low_codes(values).to(query.dtype), (weights * norms[:, None]).to(query.dtype))
+            part = exact_dot(exact_low(values, NUMBER, BITS), (exact_weights * norms[:, None]).to(NUMBER))
             weighted += part * v_scale[:, None]
-            part = exact_dot(high_codes(values).to(query.dtype), (weights * norms_high[:, None]).to(query.dtype))
+            part = exact_dot(exact_high(values, NUMBER, BITS), (exact_weights * norms_high[:, None]).to(NUMBER))
             weighted_high = weighted_high * decay[None, :] + part * v_scale_high[:, None]
         elif QUANTISED:
-            part = exact_dot(values.to(query.dtype), weights.to(query.dtype))
+            part = exact_dot(shifted_codes(values, NUMBER, BITS), weights)
             weighted += part * v_scale[:, None] + v_zero[:, None] * sum_of_weights[None, :]
         else:
-            weighted += exact_dot(values, weights.to(query.dtype))
+            weighted += exact_dot(values, weights)
         peak = new_peak
-        following = tl.minimum((step + 1) // (GROUP // TILE), end - 1) // GROUPS_PER_PAGE
-        address = tl.load(table + following % max_pages * table_page)
+        # A column further with each page. One step past the last group, its own column is as good as any.
+        is_next = ((step + 1) % (GROUPS_PER_PAGE * (GROUP // TILE)) == 0) & (step + 1 < end * (GROUP // TILE))
+        column += is_next.to(tl.int32)
+        column = tl.where(column == max_pages, 0, column)
+        address = tl.load(table + column * table_page)
 
     filled = tl.where(split == splits - 1, length - last * GROUP, 0)
     for begin_of_tile in tl.range(0, filled, TILE, num_stages=1):
@@ -263,17 +246,19 @@ def attend_split(
         seen = is_seen(position, low, length, padding, padding_token, padding_len)
         rows = tail + (head * GROUP + token[:, None]) * D
         shown = (k_dim[None, :] < K_DIM) & seen[:, None]
-        product = exact_dot(tl.load(rows + k_dim[None, :], mask=shown, other=0.0), query)
+        exact = tl.load(q, mask=inside, other=0.0)
+        product = exact_dot(tl.load(rows + k_dim[None, :], mask=shown, other=0.0), exact)
         if K_BITS == 4:
-            product += exact_dot(tl.load(rows + HALF + k_dim[None, :], mask=shown, other=0.0), query_high)
+            exact = tl.load(q + HALF * q_dim, mask=inside, other=0.0)
+            product += exact_dot(tl.load(rows + HALF + k_dim[None, :], mask=shown, other=0.0), exact)
         scores = finish_scores(product, seen, position, length, member, mask, mask_token, mask_len, scale, softcap,
                          GROUPS, HAS_CAP)  # fmt: skip
-        new_peak = tl.maximum(peak, tl.max(scores, 0))
+        new_peak = tl.maximum(peak, tl.max(scores, 0) - HEADROOM)
         decay = tl.exp2(peak - new_peak)
         weights = tl.exp2(scores - new_peak[None, :])
         total = total * decay + tl.sum(weights, 0)
         rows += HEADS * GROUP * D + v_dim[None, :]
-        shown, weights = (v_dim[None, :] < V_DIM) & seen[:, None], weights.to(query.dtype)
+        shown, weights = (v_dim[None, :] < V_DIM) & seen[:, None], weights.to(exact.dtype)
         values = tl.load(rows, mask=shown, other=0.0)
         weighted = weighted * decay[None, :] + exact_dot(tl.trans(values), weights)
         if V_BITS == 4:

@@ -10,6 +10,7 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1.0e38)  # finite, so that the difference of two peaks is never NaN
+HEADROOM = tl.constexpr(8.0)  # weights reach 2 ** 8: float16 then holds those of 2e-10 of the largest as well
 
 
 @triton.jit
@@ -34,31 +35,39 @@ def load_columns(
 
 
 @triton.jit
-def load_plane(block, offset: tl.constexpr, dim, alive, D: tl.constexpr, D_PADDED: tl.constexpr):
-    """Scales or zero-points of D channels in float32, 0 for a group that nobody sees, [D_PADDED]."""
+def load_plane(block, offset: tl.constexpr, dim, D: tl.constexpr, D_PADDED: tl.constexpr):
+    """Scales or zero-points of D channels, float16 [D_PADDED]."""
     place = tl.multiple_of((block + offset).to(tl.pointer_type(tl.float16)), 16) + dim
-    numbers = tl.load(place) if D == D_PADDED else tl.load(place, mask=dim < D, other=0.0)
-    return tl.where(alive, numbers.to(tl.float32), 0.0)
+    return tl.load(place) if D == D_PADDED else tl.load(place, mask=dim < D, other=0.0)
 
 
 @triton.jit
-def low_codes(pairs):
-    """The codes in the low nibbles of bytes, int8."""
-    return (pairs << 4) >> 4
+def largest_number(query):
+    """The largest absolute number of each head's query, float32 [query heads]."""
+    return tl.max(tl.abs(query.to(tl.float32)), 0)
 
 
 @triton.jit
-def high_codes(pairs):
-    """The codes in the high nibbles of bytes, int8."""
-    return pairs >> 4
+def power_above(number):
+    """A power of two above a number, or about one of its size."""
+    return tl.exp2(tl.floor(tl.log2(tl.maximum(number, 1e-30))) + 1.0)
+
+
+@triton.jit
+def normalise(query, unit):
+    """Queries [channels, query heads] in units of their head as float16 numbers below 1.
+
+    A product with a scale, a float16 number itself, stays in float16's range then. What float16 cannot hold is below
+    6e-8 of the head's largest number.
+    """
+    return (query.to(tl.float32) / unit[None, :]).to(tl.float16)
 
 
 @triton.jit
 def multiply_keys(codes, query, scale, zero):
-    """Products [GROUP, query heads] of codes [GROUP, channels] and queries [channels, query heads]."""
-    wide = query.to(tl.float32)
-    product = exact_dot(codes.to(query.dtype), (wide * scale[:, None]).to(query.dtype))
-    return product + tl.sum(wide * zero[:, None], 0)[None, :]
+    """Products [GROUP, query heads] of codes [GROUP, channels] and queries [channels, query heads], of one dtype."""
+    product = exact_dot(codes, query * scale.to(query.dtype)[:, None])
+    return product + tl.sum(query.to(tl.float32) * zero.to(tl.float32)[:, None], 0)[None, :]
 
 
 @triton.jit
