@@ -44,6 +44,44 @@ def device_us(run: Callable[[], Any], names: tuple[str, ...], calls: int = 10) -
     return {name: sum(one.device_time_total for one in events if name in one.key) / calls for name in names}
 
 
+def graph_us(run: Callable[[], Any], calls: int = 10) -> float:
+    """Median time of a call inside a CUDA graph, microseconds: without launches, caches flushed between calls.
+
+    A graph that only flushes is measured too and subtracted.
+    """
+    flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+
+    def repeat(work: Callable[[], Any] | None) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(calls):
+                flush.zero_()
+                if work is not None:
+                    work()
+        return graph
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):  # compiles and loads what a capture may not
+        run()
+    torch.cuda.synchronize()
+    both, alone = (median_us(repeat(work).replay) for work in (run, None))
+    return (both - alone) / calls
+
+
+def stream_gb_per_s(num_bytes: int) -> float:
+    """Bytes a second of a kernel that only reads, the ceiling of everything that reads a cache."""
+    import triton
+    from stream_kernel import BLOCK, read_stream  # needs Triton, as its callers do
+
+    data = torch.ones(num_bytes // 4, dtype=torch.int32, device="cuda")
+    programs = torch.cuda.get_device_properties(0).multi_processor_count * 8
+    sums = torch.empty(programs, dtype=torch.int32, device="cuda")
+    steps = triton.cdiv(data.numel(), programs * BLOCK)
+    read_stream[(programs,)](data, sums, data.numel(), steps, num_warps=8)
+    assert sums.sum().item() == data.numel(), "the stream kernel does not read all of its input"
+    return num_bytes / 1e3 / median_us(lambda: read_stream[(programs,)](data, sums, data.numel(), steps, num_warps=8))
+
+
 def peers_named() -> tuple[str, ...]:
     """bf16 attention that our kernels are measured against."""
     return ("fa2", "cudnn", "fa3")

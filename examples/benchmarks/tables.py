@@ -34,8 +34,9 @@ def decode_kernel(result: dict[str, Any]) -> str:
         "| batch | query, K/V heads | head size | tokens | FA2 | cuDNN | FA3 | int8 | speedup | GB/s | append |",
         "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
+    unit = "graph_us" if all("int8_graph_us" in row for row in result["rows"]) else "us"
     for row in result["rows"]:
-        times = " | ".join(f"{row[f'{name}_us']:.0f}" if f"{name}_us" in row else "-" for name in COLUMNS)
+        times = " | ".join(f"{row[key]:.0f}" if (key := f"{name}_{unit}") in row else "-" for name in COLUMNS)
         rate = f"{row['speedup']:.2f} | {row['int8_gb_per_s']:.0f} | {row['append_us']:.1f}"
         lines.append(f"| {_shape(row)} | {times} | {rate} |")
     return "\n".join(lines)
