@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tiers import tiers
 from tiny_models import FAMILIES, build, generated, greedy, prompt, tuple_model
 
 import gemkv_compile
@@ -20,12 +21,10 @@ def run(model, ids, steps=24, **kwargs):
 
 
 # Gemma 2 has no sdpa form: its softcap is written out.
-CELLS = [
-    (family, attention)
-    for family in FAMILIES
-    for attention in ("sdpa", "eager")
-    if (family, attention) != ("gemma2", "sdpa")
-]
+CELLS = tiers(
+    [("gemma2", "eager"), ("gemma3", "eager"), *((family, "sdpa") for family in FAMILIES if family != "gemma2")],
+    [(family, "eager") for family in FAMILIES if family not in ("gemma2", "gemma3")],
+)
 
 
 @pytest.mark.parametrize("family, attention", CELLS)
@@ -51,14 +50,14 @@ def test_sampling_draws_the_same_tokens():
     assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "llama"])
+@pytest.mark.parametrize("family", tiers(["gemma3"], [("llama",)]))
 def test_beam_search(family):
     ids = prompt(2, 12)
     kwargs = dict(steps=30, num_beams=3, num_return_sequences=2)
     assert torch.equal(run(compiled(family), ids, **kwargs), run(build(family), ids, **kwargs))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", tiers(["sdpa"], [("eager",)]))
 def test_left_padding_row_by_row(attention):
     """A9: each row of a left-padded batch equals its unpadded run (huggingface/transformers#30670)."""
     model, plain = compiled("gemma3", attention), build("gemma3", attention)
@@ -70,7 +69,7 @@ def test_left_padding_row_by_row(attention):
         assert torch.equal(out[row, 31:], alone[0, length:])
 
 
-@pytest.mark.parametrize("family", ["gemma3", "llama"])
+@pytest.mark.parametrize("family", tiers(["gemma3"], [("llama",)]))
 def test_prompt_lookup_and_crop(family):
     ids = prompt(1, 12).repeat(1, 3)
     kwargs = dict(steps=40, prompt_lookup_num_tokens=3)
@@ -86,6 +85,7 @@ def test_assisted_decoding():
     assert torch.equal(*outs)
 
 
+@pytest.mark.slow
 def test_both_models_of_assisted_decoding_compiled():
     assistant = gemkv_compile.compile(build("gemma3", seed=1), kv_format="model")
     ids = prompt(1, 12)

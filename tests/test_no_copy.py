@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from functorch.compile import aot_module_simplified, make_boxed_func
+from tiers import tiers
 from tiny_models import greedy, prompt, tuple_model
 from torch._dynamo.utils import counters
 from torch._inductor import config
@@ -152,7 +153,7 @@ print(json.dumps({"grown": peak() - before, "pool": kv_memory(past).total, "poin
 """
 
 
-@pytest.mark.parametrize("inner", ["auto", "inductor"])
+@pytest.mark.parametrize("inner", tiers(["inductor"], [("auto",)]))
 def test_memory_does_not_grow_by_the_cache(inner):
     """Peak memory of decode steps over a pool of 256 MiB, a commit among them: far less than one copy of it."""
     command = [sys.executable, "-c", SCRIPT, inner, "65536"]

@@ -52,6 +52,7 @@ def test_greedy_tokens_equal_eager_s_past_the_window(eager):
     assert all(isinstance(layer.keys, PagedKVTensor) for layer in out.past_key_values.layers)
 
 
+@pytest.mark.slow
 def test_int8_logits_are_those_of_the_format(eager):
     """Against eager over an independently quantised cache, and no further from exact eager than that."""
     model, tokenizer = eager

@@ -10,7 +10,8 @@ from gemkv_compile.kernels.append_kv.reference import append_kv_reference
 from gemkv_compile.kernels.layout import CODE_BITS, KV_FORMATS
 
 SHAPES = [(1, 64, 64, 4), (2, 80, 128, 2), (3, 16, 64, 2), (1, 256, 256, 1)]  # heads, head_dim, page_size, max_pages
-CHUNKS = [[1] * 130, [3, 60, 1, 1, 1, 70], [64, 64], [200, 1], [63, 2, 500]]
+# The first completes a group of either sequence by a single token.
+CHUNKS = [[1, 1, 24, 1, 1, 1, 34, 1, 1, 1, 26, 1], [3, 60, 1, 1, 1, 70], [64, 64], [200, 1], [63, 2, 500]]
 
 
 def run(append, device, case, chunks, kv_format, dtype):
