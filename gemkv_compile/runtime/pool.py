@@ -13,6 +13,7 @@ import torch
 
 from gemkv_compile.errors import PoolExhausted
 from gemkv_compile.kernels.layout import PageLayout
+from gemkv_compile.runtime.streams import StreamOrder
 
 MIN_SLAB_BYTES = 1 << 20
 MAX_SLAB_BYTES = 64 << 20
@@ -66,6 +67,7 @@ class PagePool:
         # by the next call that holds the lock.
         self._returned: deque[Sequence[int]] = deque()
         self._lock = threading.Lock()
+        self._order = StreamOrder(device, lambda: [slab.memory for slab in self._slabs.values()])
         self.observers: tuple[PageObserver, ...] = ()
 
     @property
@@ -84,6 +86,7 @@ class PagePool:
     def allocate(self, count: int, taken: list[int] | None = None) -> list[int]:
         """Take `count` pages, each with one reference. All or nothing.
 
+        Work on the pages that the current CUDA stream gets comes after what their former owners have launched.
         Args:
             taken: An empty list that the pages are put into: its owner gives them back, also if it is interrupted
                 before it sees what this function returns, which is this list.
@@ -98,6 +101,8 @@ class PagePool:
                 raise PoolExhausted(self.name, missing * self.layout.page_bytes, self.limit or 0, self._in_use_bytes())
             if missing:
                 self._grow(missing)
+            with self._order:  # the stream is known, and waits if it is another one
+                pass
             try:
                 self._pick(count, pages)
                 self._references.update(pages)

@@ -16,6 +16,7 @@ from gemkv_compile.runtime.handle import PagedKVTensor
 from gemkv_compile.runtime.padding import copy_padding, padding_columns
 from gemkv_compile.runtime.page_table import PageTable
 from gemkv_compile.runtime.state_slot import StateSlot, slots
+from gemkv_compile.runtime.streams import StreamOrder
 
 log = logging.getLogger(__name__)
 MAX_CAPTURES = 16
@@ -42,6 +43,12 @@ class Recording:
 def _memory_pool(device: torch.device) -> Any:
     """One pool for all recordings: they run one after another, and their results are copied at once."""
     return torch.cuda.graph_pool_handle()
+
+
+@functools.cache
+def _order(device: torch.device) -> StreamOrder:
+    """Recordings of a device share memory: one runs after another, and its results are copied before the next."""
+    return StreamOrder(device)
 
 
 RECORDERS: dict[str, Callable[[Callable[[], Sequence[Any]], torch.device], Any]] = {"cuda": Recording}
@@ -110,23 +117,35 @@ class StepGraphs:
         if not capture.slot.lock.acquire(blocking=False):
             return None
         try:
-            if not capture.slot.bind(tables):
-                return None
-            for number, buffer in capture.paddings.items():
-                padding = self._plan.paddings[number]
-                copy_padding(padding, given, starts[padding.table], buffer)
-            for position, size in self._sizes:
-                capture.inputs[position].fill_(size if isinstance(size, int) else size(given))
-            if copied:
-                buffers = [_once(capture.inputs[position]) for position in capture.copied]
-                torch._foreach_copy_(buffers, [_once(given[index]) for index in copied])
-            outputs = self._step(capture, [given[index] for index in fixed])
-            for position, index in zip(capture.copied, copied, strict=True):
-                if index in self._plan.written:
-                    given[index].copy_(capture.inputs[position])
-            return None if outputs is None else [_own(output) for output in outputs]
+            with _order(capture.slot.device):
+                return self._run(capture, given, copied, fixed, tables, starts)
         finally:
             capture.slot.lock.release()
+
+    def _run(
+        self,
+        capture: Capture,
+        given: list[Any],
+        copied: list[int],
+        fixed: list[int],
+        tables: Sequence[PageTable],
+        starts: Sequence[int],
+    ) -> list[Any] | None:
+        if not capture.slot.bind(tables):
+            return None
+        for number, buffer in capture.paddings.items():
+            padding = self._plan.paddings[number]
+            copy_padding(padding, given, starts[padding.table], buffer)
+        for position, size in self._sizes:
+            capture.inputs[position].fill_(size if isinstance(size, int) else size(given))
+        if copied:
+            buffers = [_once(capture.inputs[position]) for position in capture.copied]
+            torch._foreach_copy_(buffers, [_once(given[index]) for index in copied])
+        outputs = self._step(capture, [given[index] for index in fixed])
+        for position, index in zip(capture.copied, copied, strict=True):
+            if index in self._plan.written:
+                given[index].copy_(capture.inputs[position])
+        return None if outputs is None else [_own(output) for output in outputs]
 
     def _step(self, capture: Capture, fixed: Sequence[torch.Tensor]) -> Sequence[Any] | None:
         if capture.recording is None:
@@ -162,7 +181,10 @@ class StepGraphs:
         if made is None:
             return None
         self._captures.insert(0, made)
-        del self._captures[MAX_CAPTURES:]
+        if len(self._captures) > MAX_CAPTURES:
+            if made.slot.device.type == "cuda":
+                torch.cuda.synchronize(made.slot.device)  # their memory may be in use on any stream
+            del self._captures[MAX_CAPTURES:]
         self._last = made, self._arguments(made.copied), self._arguments(made.fixed)
         return self._last
 

@@ -1,0 +1,59 @@
+"""The order of work on CUDA streams for memory that one cache hands on to another.
+
+PyTorch's allocator gives memory that was freed on a stream to that stream only. Pages, and the fixed state and results
+of captured steps, pass from cache to cache without it, so whoever takes them on another stream waits first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream that work on a device goes to now, or None where there are none."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+class StreamOrder:
+    """Keeps the users of some memory in order, whatever streams they are on.
+
+    Args:
+        device: Where the memory is.
+        memory: The allocations, asked for when the stream changes: they must not be freed under a stream's work.
+        current: The stream that work goes to now.
+    As a context it is held by one thread at a time, and what is launched inside comes after all that was launched on
+    the stream of the context before.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        memory: Callable[[], Iterable[torch.Tensor]] = tuple,
+        current: Callable[[torch.device], Any] = current_stream,
+    ) -> None:
+        self._device = device
+        self._memory = memory
+        self._current = current
+        self._last: Any = None
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        try:
+            stream = self._current(self._device)
+            if stream is not None and stream != self._last:
+                if self._last is not None:
+                    stream.wait_stream(self._last)
+                for tensor in self._memory():
+                    tensor.record_stream(stream)
+                self._last = stream
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
