@@ -34,8 +34,9 @@ from gemkv_compile.passes.printing import format_graph
 from gemkv_compile.passes.rewrite import rewrite_graph
 from gemkv_compile.passes.site_reports import describe_sites
 from gemkv_compile.plan import CallPlan
+from gemkv_compile.prefill import choices_of, learn, prefill_of
 from gemkv_compile.progress import progress_line
-from gemkv_compile.report import Drift, GraphReport, Report, ShadowedCall, Site
+from gemkv_compile.report import Drift, EngineChoice, GraphReport, Report, ShadowedCall, Site
 from gemkv_compile.runtime.drift import Figures
 from gemkv_compile.runtime.executable import Executable
 from gemkv_compile.runtime.shadow import Shadowed
@@ -133,6 +134,7 @@ def compile_graph(
         recompiled=recompile_reason(),
         length_free=None if length is None else length.is_free,
         length_reason="" if length is None or length.is_free else f"{length.sentence} {length.source}".strip(),
+        engines=found.engines,
     )
     steps = _step_graphs(rewritten, found, options, report)
     executable = Executable(rewritten.call, gm, found.plan, steps)
@@ -192,6 +194,7 @@ class _Rewritten:
     example_inputs: tuple[Any, ...] = ()
     plan: CallPlan | None = None
     length: LengthReport | None = None
+    engines: tuple[EngineChoice, ...] = ()
 
 
 def _rewrite(gm: GraphModule, options: Options, clock: _Clock, boundaries: Boundaries) -> _Rewritten:
@@ -208,19 +211,23 @@ def _rewrite(gm: GraphModule, options: Options, clock: _Clock, boundaries: Bound
     facts = Facts(options.kv_format, options.group_size, options.page_size, canonical.handle_inputs)
     with clock("prove and decide"):
         verdicts = decide(updates.caches, placeholders, facts)
+    prefill = prefill_of(options.prefill)
     with clock("describe"):
-        sites = describe_sites(module.graph, verdicts, attentions, updates, boundaries)
+        sites = describe_sites(module.graph, verdicts, attentions, updates, boundaries, prefill)
     if options.strict:
         _enforce_strict(sites)
     if not verdicts.rewrites and not canonical.handle_inputs:
         return _Rewritten(module, sites, before)
+    with clock("choose engines"):
+        learn(verdicts.rewrites, prefill)
+        engines = choices_of(module.graph, verdicts.rewrites, prefill)
     with clock("rewrite"):
-        rewritten = rewrite_graph(module, verdicts.rewrites, options.pool_bytes)
+        rewritten = rewrite_graph(module, verdicts.rewrites, options.pool_bytes, prefill)
     with clock("length free"):
         length = prove_length_free(module.graph, verdicts.rewrites, rewritten.plan.inputs)
     with clock("describe"):
         memory = _memory(verdicts.rewrites)
-    return _Rewritten(module, sites, before, memory, rewritten.example_inputs, rewritten.plan, length)
+    return _Rewritten(module, sites, before, memory, rewritten.example_inputs, rewritten.plan, length, engines)
 
 
 def _as_it_was(

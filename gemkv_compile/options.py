@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from gemkv_compile.errors import InvalidOption
+from gemkv_compile.kernels.engines.engine import OWN
+from gemkv_compile.kernels.engines.registry import AUTO, ENGINES, check_engine
 from gemkv_compile.kernels.layout import KV_FORMATS
 
 INNER_COMPILERS = ("auto", "inductor", "eager")
@@ -31,7 +33,9 @@ class Options:
             "eager", the name of another torch.compile backend, or a backend function.
         split_layers: Compile the layers of a graph one by one, equal ones once, when Inductor compiles it: a shorter
             first call, and no fusion across layers. Graphs that need gradients are compiled as a whole.
-        prefill: Engine for prefill attention. Only "auto" in this version.
+        prefill: Who attends to a prompt that nothing is stored before and that has no padding: "auto" (the fastest by
+            times known for this GPU, of the engines that are installed and do it exactly), "triton" (this package's
+            kernel), "fa3", "fa2" or "cudnn" where they do it exactly. The report says which was taken, and why.
         drop: Policy that drops cached tokens. Only None in this version.
         pool_bytes: Most bytes that one page pool may reserve. None: no limit.
         shadow: Run the graph as it was beside this number of the first calls of each rewritten graph; the drift is in
@@ -74,7 +78,8 @@ class Options:
         for name in ("cuda_graphs", "split_layers"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidOption(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        _not_yet("prefill", self.prefill, "auto")
+        _one_of("prefill", self.prefill, (AUTO, OWN, *ENGINES))
+        check_engine(self.prefill)
         _not_yet("drop", self.drop, None)
         if not isinstance(self.shadow, int) or isinstance(self.shadow, bool) or self.shadow < 0:
             raise InvalidOption(f"shadow must be an int of at least 0, a number of calls, got {self.shadow!r}.")

@@ -75,6 +75,29 @@ class ShadowedCall:
 
 
 @dataclass(frozen=True)
+class EngineChoice:
+    """Who attends to a prompt in some layers of a graph.
+
+    Args:
+        engine: A value of the option `prefill`; "triton" is this package's kernel.
+        shortest, longest: For prompts of so many tokens, from bucket to bucket; None for no bound.
+        why: The times, or what keeps another engine from it.
+    """
+
+    layers: tuple[int, ...]
+    engine: str
+    shortest: int | None
+    longest: int | None
+    why: str
+
+    def __str__(self) -> str:
+        ends = [f"from {self.shortest} tokens"] * (self.shortest is not None)
+        ends += [f"up to {self.longest} tokens"] * (self.longest is not None)
+        span = f" {' '.join(ends)}" if ends else ""
+        return f"layer {', '.join(map(str, self.layers))}: {self.engine}{span} ({self.why})"
+
+
+@dataclass(frozen=True)
 class GraphReport:
     """One compiled graph; `shadow` grows with the option of that name while the graph is called.
 
@@ -83,6 +106,7 @@ class GraphReport:
         length_free: Whether nothing in a decode graph but its caches' state depends on their length (CUDA graphs need
             that); None for other graphs.
         length_reason: What depends on it, with the source line, or "".
+        engines: Who attends to a prompt, by layers and length; empty where only this package's kernel could.
         cuda_graphs: What was captured as a CUDA graph, or why it was not; grows while the graph is called.
     """
 
@@ -98,6 +122,7 @@ class GraphReport:
     length_free: bool | None = None
     length_reason: str = ""
     cuda_graphs: list[str] = field(default_factory=list)
+    engines: tuple[EngineChoice, ...] = ()
 
     @property
     def kept(self) -> tuple[Site, ...]:
@@ -161,6 +186,8 @@ class Report:
                 console.print(f"  traced again: {graph.recompiled}", markup=False, highlight=False, soft_wrap=True)
             if graph.length_free is not None:
                 console.print(_length_line(graph), markup=False, highlight=False, soft_wrap=True)
+            for choice in graph.engines:
+                console.print(f"  prompt, {choice}", markup=False, highlight=False, soft_wrap=True)
             for line in graph.cuda_graphs:
                 console.print(f"  CUDA graph: {line}", markup=False, highlight=False, soft_wrap=True)
         console.print(_memory_table(self))

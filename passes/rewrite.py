@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,20 +9,20 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from gemkv_compile.compat import dynamic_fake_tensor, expr_of, fake_mode_of, rebased_symint
-from gemkv_compile.kernels import ops  # noqa: F401  (registers the operators)
+from gemkv_compile.kernels import ops, ops_prompt  # noqa: F401  (registers the operators)
 from gemkv_compile.kernels.layout import FIRST_MAX_PAGES
-from gemkv_compile.kernels.results import empty_results
+from gemkv_compile.passes.attention_calls import attention_call, format_arguments
 from gemkv_compile.passes.decide import Read, Rewrite, new_rows
 from gemkv_compile.passes.effects import writes_of
 from gemkv_compile.passes.graph_edits import call, replace_attention
 from gemkv_compile.passes.length_free import growing_nodes, is_decode_step
 from gemkv_compile.passes.lens import value_of
 from gemkv_compile.passes.liveness import remove_dead
+from gemkv_compile.passes.prompts import Prefill
 from gemkv_compile.passes.sites import Cache
 from gemkv_compile.passes.sizes_as_tensors import lift_sizes
 from gemkv_compile.passes.static_buffers import buffer_plan, by_tokens, erase_writes, mask_functions
 from gemkv_compile.passes.symbols import SymbolTable, free_symbols, same_size
-from gemkv_compile.passes.version import pass_version
 from gemkv_compile.plan import (
     AlignedPadding,
     Argument,
@@ -39,6 +38,7 @@ from gemkv_compile.plan import (
     TablePlan,
 )
 
+OWN_KERNEL = Prefill()
 STATE_FIELDS: tuple[StateField, ...] = ("page_table", "seq_lens", "starts", "tail")
 
 
@@ -53,8 +53,9 @@ class RewriteReport:
 class _Builder:
     """Inputs that the rewritten graph gains, in the order in which they are appended."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, prefill: Prefill) -> None:
         self.graph = graph
+        self.prefill = prefill
         self.placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         self.symbols = SymbolTable(graph)
         self.sources: dict[Node, State | AlignedPadding | SizeTensor] = {}
@@ -115,10 +116,12 @@ class _Builder:
         return self._size_nodes[key]
 
 
-def rewrite_graph(module: GraphModule, rewrites: tuple[Rewrite, ...], pool_bytes: int | None) -> RewriteReport:
+def rewrite_graph(
+    module: GraphModule, rewrites: tuple[Rewrite, ...], pool_bytes: int | None, prefill: Prefill = OWN_KERNEL
+) -> RewriteReport:
     """Replace attentions and cache updates by paged operators; edits `module` (a canonicalised copy) in place."""
     graph = module.graph
-    build = _Builder(graph)
+    build = _Builder(graph, prefill)
     build.masks = mask_functions(graph, rewrites)
     own = {node for rewrite in rewrites if rewrite.cache.buffer is not None for node in rewrite.cache.buffer.writes}
     changed = set().union(*(memory for node, memory in writes_of(graph).items() if node not in own))
@@ -176,7 +179,7 @@ def _anchor() -> None:
 def _append(graph: Graph, rewrite: Rewrite, keys: Node, values: Node, state: dict[StateField, Node]) -> None:
     if rewrite.requires_grad:
         keys, values = (call(graph, "detach", (node,), value_of(node).detach()) for node in (keys, values))
-    arguments = (keys, values, state["page_table"], state["seq_lens"], state["tail"], *_format(rewrite))
+    arguments = (keys, values, state["page_table"], state["seq_lens"], state["tail"], *format_arguments(rewrite))
     graph.call_function(torch.ops.gemkv.append_kv.default, arguments)
 
 
@@ -190,29 +193,10 @@ def _attend(
         mask = by_tokens(
             graph, build.symbols, mask, state["seq_lens"], 0 if rewrite.is_decode else value_of(keys).shape[2]
         )
-    masks = (build.padding(read, table), mask, attention.sinks)
-    asked = build.replaced.get(attention.query, attention.query)
-    paged = (*(state[field] for field in STATE_FIELDS), *masks, attention.scale, attention.softcap)
-    if rewrite.is_decode:
-        target: Any = torch.ops.gemkv.attend_pages.default
-        arguments = (asked, *paged, read.window, *_format(rewrite))
-    else:
-        target = torch.ops.gemkv.attend_chunk.default
-        arguments = (asked, keys, values, *paged, read.causal, read.window, *_format(rewrite))
-    both = graph.call_function(target, arguments)
-    query = value_of(attention.query)
-    with fake_mode_of([query]):
-        example = empty_results(query)
-    both.meta["example_value"] = example
-    result = graph.call_function(operator.getitem, (both, 0))
-    result.meta["example_value"] = example[0]
-    for node in (both, result):
-        node.meta["stack_trace"] = attention.node.meta.get("stack_trace")
-    return result
-
-
-def _format(rewrite: Rewrite) -> tuple[int, str, str]:
-    return rewrite.layout.page_size, rewrite.layout.kv_format, pass_version()
+    rows = build.replaced.get(attention.query, attention.query), keys, values
+    masks = build.padding(read, table), mask, attention.sinks
+    device_state = tuple(state[field] for field in STATE_FIELDS)
+    return attention_call(graph, rewrite, read, build.prefill, rows, device_state, masks)
 
 
 def _rows_first(graph: Graph, node: Node, cache: Cache) -> Node:

@@ -12,11 +12,12 @@ from gemkv_compile.passes.decide import Read, Rewrite, Verdicts
 from gemkv_compile.passes.find_attention import AttentionReport
 from gemkv_compile.passes.find_updates import UpdateReport
 from gemkv_compile.passes.lens import module_path, source_line, value_of
+from gemkv_compile.passes.prompts import Prefill, takes_engine
 from gemkv_compile.passes.sites import Attention, Refusal
 from gemkv_compile.passes.symbols import static_int
 from gemkv_compile.report import Site, describe_mask
 
-_WHOLE = Boundaries()
+_WHOLE, _OWN_KERNEL = Boundaries(), Prefill()
 
 
 def describe_sites(
@@ -25,13 +26,16 @@ def describe_sites(
     attentions: AttentionReport,
     updates: UpdateReport,
     boundaries: Boundaries = _WHOLE,
+    prefill: Prefill = _OWN_KERNEL,
 ) -> tuple[Site, ...]:
     """One site per attention and per unread cache update, in graph order."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     sites: list[tuple[Node, Node, Site]] = []  # what stands there, what its sentence is about, what is said
     for rewrite in verdicts.rewrites:
         nodes = [read.attention.node for read in rewrite.reads]
-        sites += [(node, node, _rewritten(rewrite, read)) for node, read in zip(nodes, rewrite.reads, strict=True)]
+        sites += [
+            (node, node, _rewritten(rewrite, read, prefill)) for node, read in zip(nodes, rewrite.reads, strict=True)
+        ]
     for attention, refusal in (*verdicts.kept, *updates.without):
         sites.append((attention.node, refusal.node, _kept(attention, refusal)))
     for refusal in (*(refusal for _, refusal in attentions.refused), *updates.unread):
@@ -41,8 +45,9 @@ def describe_sites(
     return tuple(_numbered(site, node, i, cuts[i]) for i, (node, _, site) in enumerate(sites))
 
 
-def _rewritten(rewrite: Rewrite, read: Read) -> Site:
+def _rewritten(rewrite: Rewrite, read: Read, prefill: Prefill) -> Site:
     reason, sentence = ("", "") if read.unproven is None else (read.unproven.reason, read.unproven.sentence)
+    operator = "attend_prompt" if takes_engine(rewrite, read, prefill) else "attend_chunk"
     return Site(
         layer=0,
         module="",
@@ -50,7 +55,7 @@ def _rewritten(rewrite: Rewrite, read: Read) -> Site:
         reason=reason,
         sentence=sentence,
         source=source_line(read.attention.node),
-        operator="attend_pages" if rewrite.is_decode else "attend_chunk",
+        operator="attend_pages" if rewrite.is_decode else operator,
         mask=_mask(read),
         predicate=_predicate(read),
         num_q_heads=static_int(value_of(read.attention.query).shape[1]),
@@ -102,13 +107,18 @@ def _refused(refusal: Refusal) -> Site:
     return Site(0, "", "kept", refusal.reason, refusal.sentence, source_line(refusal.node))
 
 
+def layer_number(node: Node, position: int) -> int:
+    """The layer of an attention by its module path, or `position` where that has no number."""
+    number = re.search(r"\.(\d+)(?:\.|$)", f".{module_path(node)}")
+    return int(number[1]) if number else position
+
+
 def _numbered(site: Site, node: Node, position: int, cut: str) -> Site:
     """The site with its module path, and its layer number from that path (else its position among the sites)."""
     path = module_path(node)
-    number = re.search(r"\.(\d+)(?:\.|$)", f".{path}")
     return replace(
         site,
-        layer=int(number[1]) if number else position,
+        layer=layer_number(node, position),
         module=path or f"attention {position}",
         sentence=f"{site.sentence.rstrip('.')}. {cut}".rstrip() if site.sentence else "",
     )

@@ -165,7 +165,10 @@ MISTAKES = [
     ({"pool_bytes": -5}, "pool_bytes must be a positive int, got -5"),
     ({"strict": "yes"}, "strict must be True or False, got 'yes'"),
     ({"cuda_graphs": "yes"}, "cuda_graphs must be True or False, got 'yes'"),
-    ({"prefill": "fa3"}, "prefill='fa3' is not in this version; leave it at 'auto'"),
+    (
+        {"prefill": "fa4"},
+        "prefill must be one of 'auto', 'triton', 'fa3', 'fa2', 'cudnn', got 'fa4'. Did you mean 'fa3'?",
+    ),
     ({"drop": "attention_mass"}, "drop='attention_mass' is not in this version"),
     ({"shadow": -1}, "shadow must be an int of at least 0, a number of calls, got -1"),
     ({"shadow": True}, "shadow must be an int of at least 0, a number of calls, got True"),

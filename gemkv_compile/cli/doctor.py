@@ -14,11 +14,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from gemkv_compile.kernels.engines.registry import ENGINES
+
 PACKAGES = ("torch", "triton", "transformers", "numpy", "sympy", "rich")
-ENGINES = {
-    "fa3": ("flash_attn_interface", "FlashAttention-3, Hopper"),
-    "flash-attn": ("flash_attn", "FlashAttention-2"),
-}
 OLDEST_TORCH, OLDEST_TRANSFORMERS = (2, 11), (5, 17)
 
 
@@ -97,9 +95,11 @@ def _kernels() -> Table:
     why = "" if on_gpu else ": no CUDA GPU" if has_triton else ": not installed (pip install triton)"
     table.add_row("reference", "yes", "all operators in plain torch, on any device")
     table.add_row("triton", "yes" if on_gpu else "no", f"append, decode and chunk attention on a GPU{why}")
-    for name, (module, what) in ENGINES.items():
-        state = "found, not used in this version" if importlib.util.find_spec(module) else "not installed"
-        table.add_row(name, "no", f"{what}: {state}")
+    for name, engine in ENGINES.items():
+        missing = engine.missing()
+        on_device = missing is None and torch.cuda.is_available()
+        why = f": {missing}" if missing else "" if on_device else ": no CUDA GPU"
+        table.add_row(name, "yes" if on_device else "no", f"prompts by {engine.title}{why}")
     return table
 
 

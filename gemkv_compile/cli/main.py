@@ -10,6 +10,7 @@ from rich.console import Console
 
 from gemkv_compile.cli.eval_arguments import add_eval
 from gemkv_compile.cli.memory_arguments import add_memory
+from gemkv_compile.cli.tune import add_tune
 from gemkv_compile.errors import GemkvError
 
 
@@ -51,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_eval(commands).set_defaults(run=_eval)
     add_memory(commands).set_defaults(run=_memory)
+    add_tune(commands).set_defaults(run=_tune)
     return parser
 
 
@@ -82,3 +84,9 @@ def _memory(arguments: argparse.Namespace, console: Console) -> int:
     from gemkv_compile.cli.memory import memory
 
     return memory(console, arguments)
+
+
+def _tune(arguments: argparse.Namespace, console: Console) -> int:
+    from gemkv_compile.cli.tune import tune
+
+    return tune(console, arguments)

@@ -1,0 +1,85 @@
+"""The operator for the attention of a whole prompt, which other engines than this package's kernels may compute.
+
+Shapes and names as in `gemkv_compile.kernels.ops`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemkv_compile.compat import autocast_off
+from gemkv_compile.kernels.dispatch import implementation
+from gemkv_compile.kernels.results import empty_results
+from gemkv_compile.kernels.validate import check_keys, check_queries, check_scores, check_state
+
+
+@torch.library.custom_op("gemkv::attend_prompt", mutates_args=())
+def attend_prompt(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    starts: Tensor,
+    tail: Tensor,
+    scale: float,
+    softcap: float | None,
+    causal: bool,
+    window: int | None,
+    engine: str,
+    page_size: int,
+    kv_format: str,
+    version: str,
+) -> Tensor:
+    """Attend the queries of a prompt to its own keys, before `append_kv` of these to an empty cache.
+
+    The caller knows that the cache is empty; only this package's kernel looks at it.
+
+    Args:
+        q: Queries, [B, Hq, N, D], model dtype, any strides.
+        k, v: Keys and values of the same N tokens, [B, Hkv, N, D], in model precision.
+        causal, window: As in `attend_chunk`.
+        engine: The option `prefill`; which engine it means is chosen by the prompt's class and length.
+    Returns:
+        out [B, Hq, N, D] in q's dtype, the heads of a token side by side in memory.
+    Raises:
+        NotImplementedError: a gradient is asked for.
+        GemkvError: the engine failed.
+        The errors of `attend_chunk`.
+    """
+    from gemkv_compile.kernels.engines.calling import call_engine
+    from gemkv_compile.kernels.engines.choice import choose
+    from gemkv_compile.kernels.engines.engine import OWN, Prompt
+
+    layout = check_state(page_table, seq_lens, tail, page_size, kv_format)
+    check_keys(k, v, tail)
+    check_queries(q, k.shape[2], tail, starts, None)
+    check_scores(softcap, window)
+    tokens = q.shape[2]
+    prompt = Prompt(q.dtype, q.shape[3], q.shape[1] // k.shape[1], causal, window, softcap)
+    with autocast_off():
+        name = choose(engine, prompt, tokens, q.device).engine if q.numel() else OWN
+        if name != OWN:
+            return call_engine(name, q, k, v, scale, prompt.at(tokens))
+        rules = None, None, None, scale, softcap, causal, window
+        own = implementation("attend_chunk", q.device)
+        out: Tensor = own(q, k, v, page_table, seq_lens, starts, tail, *rules, layout)[0]
+        return out
+
+
+@attend_prompt.register_fake
+def _(q, *args):
+    return empty_results(q)[0]
+
+
+def _refuse_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    raise NotImplementedError(
+        "gemkv::attend_prompt has no gradient, and an input requires one. "
+        "Run generation under torch.no_grad() or torch.inference_mode(), or use gemkv::attend_chunk."
+    )
+
+
+attend_prompt.register_autograd(lambda ctx, *grads: None, setup_context=_refuse_gradient)
