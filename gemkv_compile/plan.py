@@ -13,7 +13,7 @@ from gemkv_compile.kernels.layout import PageLayout
 Size = int | Callable[[Sequence[Any]], int]
 """An int, or a function of the call's arguments (SymInt placeholders and tensor sizes)."""
 
-StateField = Literal["page_table", "seq_lens", "starts", "tail"]
+StateField = Literal["page_table", "seq_lens", "starts", "tail", "stored"]
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class State:
-    """An input of the rewritten graph that is device state of a table."""
+    """An input of the rewritten graph that is state of a table: on its device, but for "stored", on the host."""
 
     table: int
     field: StateField

@@ -16,11 +16,12 @@ from gemkv_compile.kernels.engines.registry import AUTO, device_kinds
 from gemkv_compile.kernels.engines.times import bucket_of, known_times
 from gemkv_compile.passes.decide import Read, Rewrite
 from gemkv_compile.passes.lens import value_of
-from gemkv_compile.passes.prompts import Prefill, takes_engine, why_no_prompt
+from gemkv_compile.passes.prompts import Prefill, starts_empty, takes_engine, why_no_prompt
 from gemkv_compile.passes.site_reports import layer_number
 from gemkv_compile.report import EngineChoice
 
 log = logging.getLogger(__name__)
+STORED = "tokens may be stored before its own"
 LONGEST = 1 << 20  # tokens of the longest bucket that a report looks at
 WORTH_TIMING = 1 << 10  # tokens of the shortest prompt that engines are timed for
 MOST_TIMED = 1 << 15
@@ -49,7 +50,9 @@ def learn(rewrites: Sequence[Rewrite], prefill: Prefill) -> None:
         (class_of(rewrite, read).at(tokens), bucket_of(tokens), rewrite.device, rewrite.layout.num_kv_heads)
         for rewrite in rewrites
         for read in rewrite.reads
-        if takes_engine(rewrite, read, prefill) and (tokens := _traced_tokens(read)) >= WORTH_TIMING
+        if takes_engine(rewrite, read, prefill)
+        and starts_empty(rewrite.cache)
+        and (tokens := _traced_tokens(read)) >= WORTH_TIMING
     )
     for prompt, bucket, device, kv_heads in seen:
         if known_times(prompt, bucket, Place.of(device)) is not None or not usable_engines(prompt, device):
@@ -70,7 +73,7 @@ def choices_of(graph: Graph, rewrites: Sequence[Rewrite], prefill: Prefill) -> t
     for position, (rewrite, read) in enumerate(reads):
         if prefill.option == OWN or (prefill.option == AUTO and rewrite.device.type not in prefill.kinds):
             continue
-        why = why_no_prompt(rewrite, read)
+        why = why_no_prompt(rewrite, read) or ("" if starts_empty(rewrite.cache) else STORED)
         found = (EngineChoice((), OWN, None, None, why),) if why else tuple(_by_length(rewrite, read, prefill.option))
         layers.setdefault(found, []).append(layer_number(read.attention.node, position))
     return tuple(

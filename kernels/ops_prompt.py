@@ -1,4 +1,4 @@
-"""The operator for the attention of a whole prompt, which other engines than this package's kernels may compute.
+"""The operator for the attention of a prompt, which other engines may compute when nothing is stored before it.
 
 Shapes and names as in `gemkv_compile.kernels.ops`.
 """
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gemkv_compile.compat import autocast_off
+from gemkv_compile.errors import ShapeMismatch
 from gemkv_compile.kernels.dispatch import implementation
 from gemkv_compile.kernels.results import empty_results
 from gemkv_compile.kernels.validate import check_keys, check_queries, check_scores, check_state
@@ -21,6 +22,7 @@ def attend_prompt(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    stored: Tensor,
     page_table: Tensor,
     seq_lens: Tensor,
     starts: Tensor,
@@ -34,26 +36,29 @@ def attend_prompt(
     kv_format: str,
     version: str,
 ) -> Tensor:
-    """Attend the queries of a prompt to its own keys, before `append_kv` of these to an empty cache.
-
-    The caller knows that the cache is empty; only this package's kernel looks at it.
+    """Attend the queries of a prompt to its own keys and to what is stored, before `append_kv` of its keys.
 
     Args:
         q: Queries, [B, Hq, N, D], model dtype, any strides.
         k, v: Keys and values of the same N tokens, [B, Hkv, N, D], in model precision.
+        stored: The most tokens that are stored for a sequence, int64 [] on the host: nothing waits for the device.
         causal, window: As in `attend_chunk`.
-        engine: The option `prefill`; which engine it means is chosen by the prompt's class and length.
+        engine: The option `prefill`; which engine it means is chosen by the prompt's class and length. Where tokens
+            are stored it is this package's kernel.
     Returns:
         out [B, Hq, N, D] in q's dtype, the heads of a token side by side in memory.
     Raises:
         NotImplementedError: a gradient is asked for.
         GemkvError: the engine failed.
+        ShapeMismatch: `stored` is not on the host.
         The errors of `attend_chunk`.
     """
     from gemkv_compile.kernels.engines.calling import call_engine
     from gemkv_compile.kernels.engines.choice import choose
     from gemkv_compile.kernels.engines.engine import OWN, Prompt
 
+    if stored.device.type != "cpu":
+        raise ShapeMismatch(f"stored must be on the host, got a tensor on {stored.device}. Pass the table's length.")
     layout = check_state(page_table, seq_lens, tail, page_size, kv_format)
     check_keys(k, v, tail)
     check_queries(q, k.shape[2], tail, starts, None)
@@ -61,7 +66,8 @@ def attend_prompt(
     tokens = q.shape[2]
     prompt = Prompt(q.dtype, q.shape[3], q.shape[1] // k.shape[1], causal, window, softcap)
     with autocast_off():
-        name = choose(engine, prompt, tokens, q.device).engine if q.numel() else OWN
+        is_alone = q.numel() > 0 and stored.item() == 0
+        name = choose(engine, prompt, tokens, q.device).engine if is_alone else OWN
         if name != OWN:
             return call_engine(name, q, k, v, scale, prompt.at(tokens))
         rules = None, None, None, scale, softcap, causal, window

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from gemkv_compile.passes.decide import Read, Rewrite
 from gemkv_compile.passes.lens import value_of
 from gemkv_compile.passes.prompts import Prefill, takes_engine
 from gemkv_compile.passes.version import pass_version
+from gemkv_compile.plan import StateField
 
 
 def format_arguments(rewrite: Rewrite) -> tuple[int, str, str]:
@@ -27,28 +29,29 @@ def attention_call(
     read: Read,
     prefill: Prefill,
     rows: tuple[Node, Node, Node],
-    state: tuple[Node, ...],
+    state: Mapping[StateField, Node],
     masks: tuple[Node | None, Node | None, Node | None],
 ) -> Node:
     """Put the call where the graph inserts now; the node of its output [batch, Hq, q_len, head_dim].
 
     Args:
         rows: Queries, and this call's keys and values, heads first.
-        state: page_table, seq_lens, starts and tail.
+        state: The state of its cache, with "stored" where the call is an `attend_prompt`.
         masks: Padding, dense mask and sinks.
     """
     attention, asked = read.attention, rows[0]
+    device = tuple(state[field] for field in ("page_table", "seq_lens", "starts", "tail"))
     scores, format_args = (attention.scale, attention.softcap), format_arguments(rewrite)
     arguments: tuple[Any, ...]
     if rewrite.is_decode:
         target: Any = torch.ops.gemkv.attend_pages.default
-        arguments = (asked, *state, *masks, *scores, read.window, *format_args)
+        arguments = (asked, *device, *masks, *scores, read.window, *format_args)
     elif takes_engine(rewrite, read, prefill):
         target = torch.ops.gemkv.attend_prompt.default
-        arguments = (*rows, *state, *scores, read.causal, read.window, prefill.option, *format_args)
+        arguments = (*rows, state["stored"], *device, *scores, read.causal, read.window, prefill.option, *format_args)
     else:
         target = torch.ops.gemkv.attend_chunk.default
-        arguments = (*rows, *state, *masks, *scores, read.causal, read.window, *format_args)
+        arguments = (*rows, *device, *masks, *scores, read.causal, read.window, *format_args)
     called = graph.call_function(target, arguments)
     query = value_of(attention.query)
     with fake_mode_of([query]):

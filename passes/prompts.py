@@ -1,4 +1,4 @@
-"""Attentions that are a prompt and nothing else: what other engines than this package's kernels may compute."""
+"""Attentions of a prompt and nothing else: what other engines may compute as long as nothing is stored before it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ def takes_engine(rewrite: Rewrite, read: Read, prefill: Prefill) -> bool:
 
 
 def why_no_prompt(rewrite: Rewrite, read: Read) -> str:
-    """Why an attention is more than the causal or full attention of a whole prompt to itself; "" if it is no more."""
+    """Why an attention is more than that of a prompt to itself and what is stored; "" if it is no more.
+
+    Whether something is stored is known when the graph runs: so the first and later prompts can be one graph.
+    """
     attention = read.attention
     if rewrite.is_decode:
         return "it is a decode step"
-    if not starts_empty(rewrite.cache):
-        return "tokens may be stored before its own"
     if rewrite.requires_grad:
         return "gradients may be asked for"
     if read.dense_mask is not None:
@@ -44,7 +45,7 @@ def why_no_prompt(rewrite: Rewrite, read: Read) -> str:
 
 
 def starts_empty(cache: Cache) -> bool:
-    """Whether each call that the rewritten graph serves finds no token stored, and the executable a new table.
+    """Whether no call that a graph serves finds a token stored: what its report can say.
 
     There is no past, or one of no rows; or a static cache of which attention sees the new rows alone, which the
     executable takes from position 0 on.

@@ -18,7 +18,7 @@ from gemkv_compile.passes.graph_edits import call, replace_attention
 from gemkv_compile.passes.length_free import growing_nodes, is_decode_step
 from gemkv_compile.passes.lens import value_of
 from gemkv_compile.passes.liveness import remove_dead
-from gemkv_compile.passes.prompts import Prefill
+from gemkv_compile.passes.prompts import Prefill, takes_engine
 from gemkv_compile.passes.sites import Cache
 from gemkv_compile.passes.sizes_as_tensors import lift_sizes
 from gemkv_compile.passes.static_buffers import buffer_plan, by_tokens, erase_writes, mask_functions
@@ -39,7 +39,6 @@ from gemkv_compile.plan import (
 )
 
 OWN_KERNEL = Prefill()
-STATE_FIELDS: tuple[StateField, ...] = ("page_table", "seq_lens", "starts", "tail")
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,9 @@ class _Builder:
                 "starts": torch.empty((batch,), dtype=torch.int32, device=device),
                 "tail": torch.empty((batch, 2, heads, layout.group_size, dim), dtype=layout.model_dtype, device=device),
             }
-        return {field: self.add(f"{field}_{table}", values[field], State(table, field)) for field in STATE_FIELDS}
+            if any(takes_engine(rewrite, read, self.prefill) for read in rewrite.reads):
+                values["stored"] = torch.empty((), dtype=torch.int64, device="cpu")
+        return {field: self.add(f"{field}_{table}", value, State(table, field)) for field, value in values.items()}
 
     def padding(self, read: Read, table: int) -> Node | None:
         """The padding mask of a read, aligned with its table; one input for all reads that share it."""
@@ -195,8 +196,7 @@ def _attend(
         )
     rows = build.replaced.get(attention.query, attention.query), keys, values
     masks = build.padding(read, table), mask, attention.sinks
-    device_state = tuple(state[field] for field in STATE_FIELDS)
-    return attention_call(graph, rewrite, read, build.prefill, rows, device_state, masks)
+    return attention_call(graph, rewrite, read, build.prefill, rows, state, masks)
 
 
 def _rows_first(graph: Graph, node: Node, cache: Cache) -> Node:

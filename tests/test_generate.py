@@ -104,13 +104,6 @@ def test_second_prompt_and_continued_conversation():
         assert torch.equal(second, run(plain, longer))
 
 
-def test_chunked_prefill():
-    model, plain = compiled("gemma3"), build("gemma3")
-    ids = prompt(2, 70)
-    out = run(model, ids, prefill_chunk_size=32)
-    assert torch.equal(out, run(plain, ids))
-
-
 def test_inference_mode_then_no_grad_on_one_model():
     model, ids = compiled("gemma3"), prompt(1, 20)
     with torch.inference_mode():

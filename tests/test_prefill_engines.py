@@ -144,27 +144,36 @@ def test_an_old_flash_attention_is_not_used(monkeypatch):
 
 
 def prompt_args(cache, q, k, v, engine, softcap=None, causal=True, window=None):
-    state = cache.page_table, cache.seq_lens, cache.starts, cache.tail
+    state = cache.seq_lens.max().long(), cache.page_table, cache.seq_lens, cache.starts, cache.tail
     return q, k, v, *state, 0.25, softcap, causal, window, engine, *cache.format_args
 
 
-@pytest.mark.parametrize("engine", ["fake", OWN])
+@pytest.mark.parametrize("engine, lengths", [("fake", ()), (OWN, ()), ("fake", (70, 3))])
 @pytest.mark.parametrize("rules", [dict(), dict(window=5), dict(causal=False), dict(window=50)], ids=str)
-def test_the_operator(fake, engine, rules):
-    """Like dense attention in float64, whoever computes; the heads of a token side by side; opcheck."""
-    cache = cases.PagedCache(2, 2, 16, 64, 32)
+def test_the_operator(fake, engine, lengths, rules):
+    """Like dense attention in float64, whoever computes; where tokens are stored our kernel does. opcheck."""
+    cache = cases.PagedCache(2, 2, 16, 64, 32, "model").fill(lengths)
     cache.tail.nan_to_num_(0.0)
     q, k, v = (cases.strided(cases.normal(2, heads, 9, 16, seed=i)) for i, heads in enumerate((4, 2, 2)))
     args = prompt_args(cache, q, k, v, engine, **rules)
     out = ops_prompt.attend_prompt(*args)
     expected, _ = cases.dense_attention(cache, q, k, v, scale=0.25, **rules)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-    assert out.transpose(1, 2).is_contiguous() and len(fake.prompts) == (engine == "fake")
+    assert out.transpose(1, 2).is_contiguous() and len(fake.prompts) == (engine == "fake" and not lengths)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(ops_prompt.attend_prompt, args, test_utils=checks)
     schema = str(torch.ops.gemkv.attend_prompt.default._schema)
     assert schema.endswith("SymInt? window, str engine, SymInt page_size, str kv_format, str version) -> Tensor")
     assert "!" not in schema
+
+
+def test_the_operator_does_not_wait_for_a_length():
+    cache = cases.PagedCache(1, 2, 16, 64, 32)
+    q, k, v = (cases.normal(1, 2, 9, 16, seed=i) for i in range(3))
+    args = list(prompt_args(cache, q, k, v, OWN))
+    args[3] = torch.empty((), dtype=torch.int64, device="meta")
+    with pytest.raises(Exception, match=r"stored must be on the host, got a tensor on meta"):
+        ops_prompt.attend_prompt._init_fn(*args)
 
 
 def test_the_operator_has_no_gradient(fake):
@@ -276,7 +285,7 @@ def test_which_attentions_are_prompts(fake, function, reason):
     assert (choice.engine, choice.why) == ((OWN, reason) if reason else ("fake", "asked for"))
     assert fake.prompts == ([] if reason else [3])
     (site,) = gemkv_compile.report_of(compiled).sites
-    assert site.operator == ("attend_chunk" if reason else "attend_prompt")
+    assert site.operator == ("attend_chunk" if reason and function is not continued else "attend_prompt")
 
 
 def test_padding_is_our_kernels(fake):

@@ -121,6 +121,12 @@ class PageState:
         return all(index in self.pages for index in self._indices(start, self.tail_begin))
 
     @property
+    def stored(self) -> torch.Tensor:
+        """`length` as an int64 tensor [] on the host, for operators that must not wait for the device."""
+        with torch.inference_mode(False):
+            return torch.tensor(self.length, dtype=torch.int64, device="cpu")
+
+    @property
     def tail_begin(self) -> int:
         """The first token that is in the tail."""
         return self.length - self.length % self.pool.layout.group_size
