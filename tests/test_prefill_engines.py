@@ -608,3 +608,20 @@ def test_shapes_of_a_model(tmp_path):
         found = list(shapes(argparse.Namespace(model=str(path), dtype="float16")))
         assert [(heads, p.head_dim, p.groups, p.window) for heads, p in found] == expected
         assert {p.softcap for _, p in found} == {50.0 if family == "gemma2" else None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"split_layers": True}], ids=str)
+def test_under_inductor(fake, options):
+    """The number of stored tokens is an input on the host; lengths are symbols."""
+    plain, model = tuple_model(), tuple_model()
+    gemkv_compile.compile(model, kv_format="model", strict=True, inner="inductor", prefill="fake", **options)
+    with torch.no_grad():
+        for tokens in (30, 41, 52):
+            pasts = dense = None
+            for count in (tokens, 12):
+                ids = prompt(2, count, count)
+                logits, pasts = model(ids, pasts)
+                expected, dense = plain(ids, dense)
+                torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+    assert fake.prompts == [30, 30, 41, 41, 52, 52]
