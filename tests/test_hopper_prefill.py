@@ -3,19 +3,21 @@
 import math
 
 import gluon_standin as standin
+import interpreted
 import paged_cases as cases
 import pytest
 import torch
+from triton_devices import close_enough
 
 from gemkv_compile.errors import InvalidOption
+from gemkv_compile.kernels.attend_chunk import engines, kernel, kernel_hopper
 
 HALF = torch.bfloat16
 
 
 @pytest.fixture(scope="module")
 def hopper():
-    with standin.hopper_kernel() as module:
-        yield module
+    return standin.hopper_kernel()
 
 
 def poisoned(q):
@@ -51,7 +53,7 @@ def check(hopper, monkeypatch, shape, seed, tiles, programs=3, pack=None, dtype=
     lengths = torch.randint(0, 50, (batch,), generator=cases.generator(seed)).to(torch.int32)
     starts = lengths + (0 if starts is None else torch.tensor(starts, dtype=torch.int32))
     rules = dict(scale=head_dim**-0.5, softcap=None, causal=True, window=None) | rules
-    assert hopper.eligible(q, k, v, rules["scale"], (9, 0)) == ""
+    assert hopper.eligible(q, k, v, rules["scale"], (9, 0)) == "" or q_len < 64
     out, lse = hopper.attend_chunk_hopper(
         q, k, v, lengths, starts, *rules.values(), tiles=hopper.HopperTiles(*tiles), pack=pack, programs=programs
     )
@@ -144,27 +146,29 @@ def test_the_last_sizes_that_are_used(hopper, monkeypatch):
 )  # fmt: skip
 def test_a_fault_in_the_kernel_is_found(monkeypatch, old, new):
     """What the stand-in is for: each of these changes is a race, a deadlock, or a wrong number."""
-    with standin.hopper_kernel([(old, new)]) as module, pytest.raises((AssertionError, ValueError)):
+    module = standin.hopper_kernel([(old, new)])
+    with pytest.raises((AssertionError, ValueError)):
         for seed in range(6):
             check(module, monkeypatch, (1, 2, 1, 333, 333, 64), seed, (32, 5, 2, True), programs=4, window=150)
 
 
 def test_what_is_not_eligible(hopper):
     def reason(x=None, q=None, scale=0.1, capability=(9, 0)):
-        x = torch.zeros(1, 2, 8, 64, dtype=HALF) if x is None else x
+        x = good if x is None else x
         return hopper.eligible(x if q is None else q, x, x, scale, capability)
 
-    good = torch.zeros(1, 2, 8, 64, dtype=HALF)
+    good = torch.zeros(1, 2, 80, 64, dtype=HALF)
     assert reason() == ""
-    assert reason(torch.zeros(2, 8, 4, 64, dtype=HALF).transpose(1, 2)) == ""
-    assert reason(torch.zeros(8, 2, 68, dtype=HALF)[None, ..., :64].transpose(1, 2)) != ""
-    assert reason(torch.zeros(8, 2, 72, dtype=HALF)[None, ..., :64].transpose(1, 2)) == ""
+    assert reason(torch.zeros(2, 80, 4, 64, dtype=HALF).transpose(1, 2)) == ""
+    assert "16 bytes" in reason(torch.zeros(80, 2, 68, dtype=HALF)[None, ..., :64].transpose(1, 2))
+    assert reason(torch.zeros(80, 2, 72, dtype=HALF)[None, ..., :64].transpose(1, 2)) == ""
+    assert "too few" in reason(q=good[:, :, :63]) and reason(q=good.repeat(1, 2, 1, 1)[:, :, :32]) == ""
     assert "10, 0" in reason(capability=(10, 0))
     assert "float32" in reason(good.float())
-    assert "head size 96" in reason(torch.zeros(1, 2, 8, 96, dtype=HALF))
-    assert "between channels" in reason(q=torch.zeros(1, 2, 64, 8, dtype=HALF).mT)
-    assert "16 bytes" in reason(torch.zeros(1 + 2 * 8 * 64, dtype=HALF)[1:].view(1, 2, 8, 64))
-    assert "overlap" in reason(torch.zeros(1, 1, 8, 64, dtype=HALF).expand(1, 2, -1, -1))
+    assert "head size 96" in reason(torch.zeros(1, 2, 80, 96, dtype=HALF))
+    assert "between channels" in reason(q=torch.zeros(1, 2, 64, 80, dtype=HALF).mT)
+    assert "16 bytes" in reason(torch.zeros(1 + 2 * 80 * 64, dtype=HALF)[1:].view(1, 2, 80, 64))
+    assert "overlap" in reason(torch.zeros(1, 1, 80, 64, dtype=HALF).expand(1, 2, -1, -1))
     assert "scale" in reason(scale=0.0)
 
 
@@ -176,3 +180,69 @@ def test_options_for_measuring(hopper):
         hopper.attend_chunk_hopper(*rules, tiles=hopper.HopperTiles(128, 20, 2, True))
     with pytest.raises(InvalidOption, match="pack must divide 64 and the 1 heads"):
         hopper.attend_chunk_hopper(*rules, pack=2)
+
+
+@pytest.fixture
+def plugged(hopper, monkeypatch):
+    """`attend_chunk_triton` as on a Hopper GPU: the stand-in runs one kernel, Triton's interpreter the other."""
+
+    def run(*arguments):
+        runs.append(arguments)
+        return hopper.attend_chunk_hopper(*arguments, tiles=hopper.HopperTiles(32, 3, 2, True), programs=2)
+
+    runs = []
+    monkeypatch.setattr(hopper, "empty_results", poisoned)
+    monkeypatch.setattr(kernel_hopper, "attend_chunk_hopper", run)
+    monkeypatch.setattr(engines, "capability", lambda device: (9, 0))
+    return runs
+
+
+def attend(cache, new, padding=None, mask=None, sinks=None, scale=0.125, softcap=None, causal=True, window=None, engine="hopper"):  # fmt: skip  # noqa: E501
+    rules = padding, mask, sinks, scale, softcap, causal, window
+    state = cache.page_table, cache.seq_lens, cache.starts, cache.tail
+    return kernel.attend_chunk_triton(*new, *state, *rules, cache.layout, engine=engine)
+
+
+def chunk(cache, groups, q_len, new_len):
+    heads, dtype = cache.layout.num_kv_heads, cache.layout.model_dtype
+    shapes = (heads * groups, q_len), (heads, new_len), (heads, new_len)
+    batch = len(cache.history)
+    return [cases.normal(batch, n, count, 64, dtype=dtype, seed=i) for i, (n, count) in enumerate(shapes)]
+
+
+@pytest.mark.skipif(not interpreted.ON, reason="kernels are not interpreted here")
+@pytest.mark.parametrize(
+    "rules", [{}, {"window": 60}, {"softcap": 2.0, "causal": False}, {"sinks": torch.tensor([0.5, -1.0])}], ids=str
+)
+def test_with_a_past(plugged, rules):
+    """The plain kernel adds pages and tail to what the Hopper kernel has found; sequences without a past are left."""
+    cache = cases.PagedCache(3, 1, 64, 64, 64, "int8", HALF).fill([0, 71, 130])
+    cache.starts.copy_(torch.tensor([5, 3, 140]))  # the last one sees none of its past
+    new = chunk(cache, 2, 80, 100)
+    got = attend(cache, new, **rules)
+    rules = {"scale": 0.125} | rules
+    close_enough(got, *(cases.dense_attention(cache, *new, **rules, dtype=dtype) for dtype in (torch.float64, HALF)))
+    assert len(plugged) == 1
+
+
+def test_which_engine_runs(plugged, monkeypatch):
+    """Off by default; with the switch, where it can; by name, or an error that says why not."""
+    cache = cases.PagedCache(1, 1, 64, 64, 64, "int8", HALF)
+    new = chunk(cache, 1, 70, 70)
+    padding = torch.ones(1, 70, dtype=torch.bool)
+    choose = lambda engine, padding=None: engines.takes_hopper(engine, *new, padding, None, 0.1)  # noqa: E731
+    assert not choose("auto") and not choose("plain") and choose("hopper")
+    monkeypatch.setenv("GEMKV_HOPPER_PREFILL", "1")
+    assert choose("auto") and not choose("plain") and not choose("auto", padding)
+    with pytest.raises(InvalidOption, match="no padding and no mask"):
+        choose("hopper", padding)
+    with pytest.raises(InvalidOption, match="auto, plain, hopper, got 'fast'"):
+        choose("fast")
+    monkeypatch.setattr(engines, "capability", lambda device: (8, 0))
+    with pytest.raises(InvalidOption, match="8, 0"):
+        choose("hopper")
+    assert not choose("auto")
+
+
+def test_capability_of_a_cpu():
+    assert engines.capability(torch.device("cpu")) == (0, 0)

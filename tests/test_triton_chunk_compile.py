@@ -3,6 +3,7 @@
 GEMKV_EVERY_DEVICE=1 compiles all head sizes for all devices, which takes minutes.
 """
 
+import dataclasses
 import os
 
 import interpreted
@@ -56,12 +57,14 @@ def test_in_a_process_that_compiles(tmp_path):
 
 
 @pytest.mark.skipif(interpreted.ON, reason="kernels are interpreted here")
+@pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("arch, head_dim, kv_format", EVERY if os.environ.get("GEMKV_EVERY_DEVICE") else SOME)
-def test_fits_a_device(arch, head_dim, kv_format, monkeypatch, tmp_path):
+def test_fits_a_device(arch, head_dim, kv_format, own, monkeypatch, tmp_path):
     monkeypatch.setattr(kernel, "_shared_bytes", lambda device: SHARED[arch])
     q = torch.empty(1, 1, 1000, head_dim, dtype=torch.bfloat16, device="meta")
     layout = PageLayout(1, head_dim, 256, 64, kv_format, torch.bfloat16)
     form, sizes = kernel._form(q, None, None, None, True, None, layout)
+    form = dataclasses.replace(form, own=own)
     options = {"num_warps": sizes.num_warps, "num_stages": sizes.num_stages}
     compiled = triton.compile(source(form), target=GPUTarget("cuda", arch, 32), options=options)
     assert compiled.metadata.shared <= SHARED[arch]

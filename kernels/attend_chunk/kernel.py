@@ -1,7 +1,8 @@
 """Attention of a chunk of new tokens to their paged past and to themselves, as one Triton kernel.
 
 A program takes block_m queries of one head through the pages, the tail and the chunk's own keys. Lengths and addresses
-are read by the kernel: a launch waits for nothing. Sums are float32; the weights, and keys and values that pages hold
+are read by the kernel: a launch waits for nothing. Where the Hopper kernel does the chunk's own keys (`engines`), this
+one runs after it and adds the past. Sums are float32; the weights, and keys and values that pages hold
 as codes, are rounded to the model's dtype for the tensor cores. Positions count the tokens of a sequence.
 Source: FlashAttention-2, arXiv:2307.08691; online softmax, arXiv:1805.02867; pages, arXiv:2309.06180.
 """
@@ -11,6 +12,7 @@ Source: FlashAttention-2, arXiv:2307.08691; online softmax, arXiv:1805.02867; pa
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -20,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gemkv_compile.errors import InvalidOption
-from gemkv_compile.kernels.attend_chunk.kernel_loops import attend_pages, attend_rows
+from gemkv_compile.kernels.attend_chunk.engines import takes_hopper
+from gemkv_compile.kernels.attend_chunk.kernel_loops import add_results, attend_pages, attend_rows
 from gemkv_compile.kernels.attend_chunk.kernel_tile import LOG2E, LOWEST, NEVER, Form
 from gemkv_compile.kernels.layout import PageLayout
 from gemkv_compile.kernels.results import empty_results
@@ -87,6 +90,9 @@ def attend_chunk_kernel(
     low, full, mask_begin = start, start, length + new_len - mask_len
     if F.windowed:
         low, full = tl.maximum(low, first - window + 1), tl.maximum(full, last - window + 1)
+    if not F.own and sinks is None:  # noqa: SIM102 (one is known when the kernel is compiled)
+        if low >= length:
+            return  # no query of the tile sees the past
     if F.padded:
         padding += row * padding_s[0]
     if F.mask != "":
@@ -118,16 +124,20 @@ def attend_chunk_kernel(
     for at in tl.range(tl.maximum(low - end, 0) // BLOCK_N * BLOCK_N, length - end, BLOCK_N):
         state = attend_rows(state, queries, tail, tail + tail_s[1], strides, at, end, low, length, False, view, F)
 
-    # The chunk itself, counted from its first token.
-    k += row * k_s[0] + kv_head * k_s[1]
-    v += row * v_s[0] + kv_head * v_s[1]
-    strides, new_end = (k_s[2], k_s[3], v_s[2], v_s[3]), length + new_len
-    begin, stop = tl.maximum(low - length, 0) // BLOCK_N * BLOCK_N, ahead + end_m if F.causal else new_len
-    full_begin, full_end = full - length, ahead + begin_m + 1 if F.causal else new_len
-    for at in tl.range(begin, stop, BLOCK_N):
-        whole = (at >= full_begin) & (at + BLOCK_N <= full_end)
-        state = attend_rows(state, queries, k, v, strides, at, length, low, new_end, whole, view, F)
+    if F.own:  # the chunk itself, counted from its first token
+        k += row * k_s[0] + kv_head * k_s[1]
+        v += row * v_s[0] + kv_head * v_s[1]
+        strides, new_end = (k_s[2], k_s[3], v_s[2], v_s[3]), length + new_len
+        begin, stop = tl.maximum(low - length, 0) // BLOCK_N * BLOCK_N, ahead + end_m if F.causal else new_len
+        full_begin, full_end = full - length, ahead + begin_m + 1 if F.causal else new_len
+        for at in tl.range(begin, stop, BLOCK_N):
+            whole = (at >= full_begin) & (at + BLOCK_N <= full_end)
+            state = attend_rows(state, queries, k, v, strides, at, length, low, new_end, whole, view, F)
 
+    out += row * out_s[0] + head * out_s[1] + rows[:, None] * out_s[2] + d[None, :] * out_s[3]
+    lse += row * lse_s[0] + head * lse_s[1] + rows * lse_s[2]
+    if not F.own:
+        state = add_results(state, out, lse, inside, F)
     weighted, total, peak = state
     if F.mask == "float":
         result = peak + tl.log(total)
@@ -136,9 +146,8 @@ def attend_chunk_kernel(
     if sinks is not None:
         result = tl.where((total == 1) & (peak == sink_peak), sink, result)  # not rounded on the way to base 2 and back
     weighted /= tl.where(total == 0, 1.0, total)[:, None]
-    out += row * out_s[0] + head * out_s[1]
-    tl.store(out + rows[:, None] * out_s[2] + d[None, :] * out_s[3], weighted.to(out.dtype.element_ty), mask=inside)
-    tl.store(lse + row * lse_s[0] + head * lse_s[1] + rows * lse_s[2], result, mask=m < q_len)
+    tl.store(out, weighted.to(out.dtype.element_ty), mask=inside)
+    tl.store(lse, result, mask=m < q_len)
 
 
 @functools.cache
@@ -204,18 +213,27 @@ def attend_chunk_triton(
     causal: bool,
     window: int | None,
     layout: PageLayout,
+    engine: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Arguments and result as in `gemkv_compile.kernels.ops.attend_chunk`; tensors on CUDA, or in Triton's interpreter.
 
+    Args:
+        engine: As in `gemkv_compile.kernels.attend_chunk.engines.takes_hopper`.
     Nothing waits for the device, so a token without a column in padding is not an error here: it is not attended to.
     Raises:
-        InvalidOption: group_size is no multiple of 16.
+        InvalidOption: group_size is no multiple of 16, or the engine cannot do this.
     """
     out, lse = empty_results(q)
+    hopper = takes_hopper(engine, q, k, v, padding, mask, scale)
     if not out.numel():
         return out, lse
+    if hopper:
+        from gemkv_compile.kernels.attend_chunk.kernel_hopper import attend_chunk_hopper
+
+        out, lse = attend_chunk_hopper(q, k, v, seq_lens, starts, scale, softcap, causal, window)
     batch, heads, q_len, _ = q.shape
     form, sizes = _form(q, padding, mask, softcap, causal, window, layout)
+    form = dataclasses.replace(form, own=not hopper)
     unit = 1.0 if form.mask == "float" else LOG2E.value
     scales = (scale * unit, 0.0) if softcap is None else (scale / softcap, softcap * unit)
     if padding is not None:

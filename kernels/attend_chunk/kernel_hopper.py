@@ -127,6 +127,8 @@ def eligible(q: Tensor, k: Tensor, v: Tensor, scale: float, capability: tuple[in
         return f"{q.dtype} is not multiplied by wgmma at full precision; use bfloat16 or float16"
     if q.shape[-1] not in CANDIDATES:
         return f"head size {q.shape[-1]} is none of {', '.join(map(str, CANDIDATES))}"
+    if q.shape[2] * packed_heads(q.shape[1], k.shape[1]) < ROWS.value:
+        return f"{q.shape[2]} queries are too few: they leave most of a tile of {ROWS.value} rows empty"
     if not scale > 0:
         return f"scale must be positive, got {scale}"
     for name, x in (("queries", q), ("keys", k), ("values", v)):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gemkv_compile.kernels.attend_chunk.kernel_tile import add_values, seen_tokens, weigh_keys
+from gemkv_compile.kernels.attend_chunk.kernel_tile import LOG2E, NEVER, add_values, seen_tokens, weigh_keys
 
 
 @triton.jit
@@ -87,6 +87,20 @@ def attend_pages(state, q, table, table_p, max_pages, head_group, low, full, hig
         state = add_values(state, weights, values, seen, F, False)
         address = following
     return state
+
+
+@triton.jit
+def add_results(state, out, lse, inside, F: tl.constexpr):
+    """The state of `weigh_keys` with a finished attention added, out [block_m, dim] and lse [block_m]; pointers.
+
+    Source: shares of a softmax add up, arXiv:1805.02867, section 3.1.
+    """
+    weighted, total, peak = state
+    there = tl.load(lse, mask=tl.max(inside.to(tl.int32), 1) != 0, other=NEVER) * LOG2E
+    new = tl.maximum(peak, there)
+    decay, share = tl.exp2(peak - new), tl.exp2(there - new)
+    rows = tl.load(out, mask=inside, other=0).to(tl.float32)
+    return weighted * decay[:, None] + rows * share[:, None], total * decay + share, new
 
 
 @triton.jit

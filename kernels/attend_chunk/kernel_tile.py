@@ -21,7 +21,10 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 @dataclass(frozen=True)
 class Form:
-    """What one compiled kernel is for. `dim` is head_dim padded to a power of two; mask is "", "bool" or "float"."""
+    """What one compiled kernel is for. `dim` is head_dim padded to a power of two; mask is "", "bool" or "float".
+
+    If not own, the chunk's own keys are left out: out and lse hold what they give, and are added to.
+    """
 
     head_dim: int
     dim: int
@@ -41,6 +44,7 @@ class Form:
     block_m: int
     block_n: int
     precision: str
+    own: bool = True
 
 
 @triton.jit

@@ -8,7 +8,6 @@ compiler says of them is another test's.
 """
 
 import builtins
-import contextlib
 import importlib
 import itertools
 import random
@@ -392,10 +391,11 @@ def _modules():
     for name, content in contents.items():
         made[f"triton.experimental.gluon{name}"] = types.ModuleType(name)
         made[f"triton.experimental.gluon{name}"].__dict__.update(content)
+    made["triton.experimental"] = types.ModuleType("experimental")  # a package gives what it has imported before
+    made["triton.experimental"].gluon = made["triton.experimental.gluon"]
     return made
 
 
-@contextlib.contextmanager
 def hopper_kernel(changes=()):
     """The module `kernel_hopper`, read anew with this stand-in for Gluon, after some (old, new) changes to its text."""
     names = [f"{PACKAGE}.{name}" for name in MODULES]
@@ -412,7 +412,7 @@ def hopper_kernel(changes=()):
                 text = text.replace(old, new)
             module = sys.modules[name] = types.ModuleType(name)
             exec(compile(text, name, "exec"), module.__dict__)
-        yield sys.modules[names[-1]]
+        return sys.modules[names[-1]]
     finally:
         for name, module in before.items():
             sys.modules.pop(name, None)
