@@ -67,7 +67,14 @@ def prefill_kernel() -> Any:
     rows = rows_of("prefill_kernel")
     groups = [f"{r['batch']} x {r['tokens']}\n{r['q_heads']}/{r['kv_heads']} x {r['head_dim']}" for r in rows]
     groups = [g + (f"\nwindow {r['window']}" if r["window"] else "") for g, r in zip(groups, rows, strict=True)]
-    names = {"FA2": "fa2", "cuDNN": "cudnn", "Flex": "flex", "FA3": "fa3", "gemkv": "gemkv"}
+    names = {
+        "FA2": "fa2",
+        "cuDNN": "cudnn",
+        "Flex": "flex",
+        "FA3": "fa3",
+        "gemkv": "gemkv",
+        "gemkv, Hopper": "gemkv_hopper",
+    }
     series = {k: [row.get(f"{v}_tflops") for row in rows] for k, v in names.items()}
     figure, axes = plt.subplots(figsize=(11, 3.2))
     grouped_bars(axes, groups, {k: v for k, v in series.items() if any(v)}, "TFLOPS")

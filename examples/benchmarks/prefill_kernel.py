@@ -1,10 +1,14 @@
 """Attention of a prompt on a GPU, TFLOPS, beside FlashAttention-2, cuDNN, FlexAttention and FlashAttention-3 in bf16.
 
-    python prefill_kernel.py [--quick]
+    python prefill_kernel.py [--quick] [--sweep]
 
-Causal; ours is `attend_chunk` over an empty cache. Operations are counted once for each pair of a query and a key that
-it sees: 4 * head_dim. The error is the largest of the last 256 queries against float64, over the largest number there.
-Medians; FlashAttention-3 if `fa3_fwd_interface` is installed.
+Causal; ours is `attend_chunk` over an empty cache, by the plain kernel and, on a Hopper GPU, by the Hopper kernel
+(gemkv_hopper, with the launch of the plain one that finds no past). Operations are counted once for each pair of a
+query and a key that it sees: 4 * head_dim. The error is the largest of the last 256 queries against float64, over the
+largest number there. Medians; FlashAttention-3 if `fa3_fwd_interface` is installed.
+
+--sweep times the Hopper kernel alone, with every candidate of tiles, heads packed and not, and as many programs as
+there are multiprocessors or tiles, beside FlashAttention-3; best first, to results/prefill_sweep.json.
 """
 
 from __future__ import annotations
@@ -41,22 +45,58 @@ def visible_pairs(tokens: int, window: int | None) -> int:
 def measure(shape: tuple[int, int, int, int, int, int | None]) -> dict[str, Any]:
     """One row: TFLOPS by kernel, and errors."""
     batch, q_heads, heads, dim, tokens, window = shape
-    q, k, v = (
-        torch.randn(batch, tokens, count, dim, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
-        for count in (q_heads, heads, heads)
-    )
+    q, k, v = inputs(shape)
     flops = 4 * dim * batch * q_heads * visible_pairs(tokens, window)
     row: dict[str, Any] = {"batch": batch, "q_heads": q_heads, "kv_heads": heads, "head_dim": dim, "tokens": tokens}
     row["window"], exact = window, exact_tail(q, k, v, window)
-    for name, run in {**peers(q, k, v, window), "gemkv": ours(q, k, v, window)}.items():
-        try:
-            error = (run()[:, :, -CHECKED:].double() - exact).abs().max() / exact.abs().max()
-            row[f"{name}_us"] = median_us(run)
-        except Exception as failure:
-            row[f"{name}_failed"] = f"{type(failure).__name__}: {failure}"[:120]
-            continue
-        row[f"{name}_tflops"], row[f"{name}_error"] = flops / row[f"{name}_us"] / 1e6, error.item()
+    runs = {**peers(q, k, v, window), "gemkv": ours(q, k, v, window, "plain")}
+    if torch.cuda.get_device_capability() == (9, 0):
+        runs["gemkv_hopper"] = ours(q, k, v, window, "hopper")
+    for name, run in runs.items():
+        time_one(row, name, run, exact, flops)
     return row
+
+
+def time_one(row: dict[str, Any], name: str, run: Any, exact: torch.Tensor, flops: int) -> None:
+    """Add a kernel's microseconds, TFLOPS and error to a row, or why it failed."""
+    try:
+        error = (run()[:, :, -CHECKED:].double() - exact).abs().max() / exact.abs().max()
+        row[f"{name}_us"] = median_us(run)
+    except Exception as failure:
+        row[f"{name}_failed"] = f"{type(failure).__name__}: {failure}"[:120]
+        return
+    row[f"{name}_tflops"], row[f"{name}_error"] = flops / row[f"{name}_us"] / 1e6, error.item()
+
+
+def sweep(shape: tuple[int, int, int, int, int, int | None]) -> list[dict[str, Any]]:
+    """A row for each way to run the Hopper kernel on a shape, the fastest first, with FlashAttention-3's figures."""
+    from gemkv_compile.kernels.attend_chunk import kernel_hopper as hopper
+
+    batch, q_heads, heads, dim, tokens, window = shape
+    q, k, v = inputs(shape)
+    flops = 4 * dim * batch * q_heads * visible_pairs(tokens, window)
+    exact, theirs, rows = exact_tail(q, k, v, window), {}, []
+    if (fa3 := peers(q, k, v, window).get("fa3")) is not None:
+        time_one(theirs, "fa3", fa3, exact, flops)
+    lengths = torch.zeros(batch, dtype=torch.int32, device="cuda")
+    rules = lengths, lengths, dim**-0.5, None, True, window
+    for tiles in hopper.CANDIDATES.get(dim, ()):
+        for pack in sorted({1, hopper.packed_heads(q_heads, heads)}):
+            for programs in (None, 1 << 30):
+                row = {"shape": shape, "tiles": tiles, "pack": pack, "persistent": programs is None, **theirs}
+                options = tiles, pack, programs
+                run = lambda options=options: hopper.attend_chunk_hopper(q, k, v, *rules, *options)[0]  # noqa: E731
+                time_one(row, "hopper", run, exact, flops)
+                rows.append(row)
+    return sorted(rows, key=lambda row: row.get("hopper_us", float("inf")))
+
+
+def inputs(shape: tuple[int, int, int, int, int, int | None]) -> list[torch.Tensor]:
+    """q, k and v of a shape, [B, H, S, D] views of [B, S, H, D] memory, bf16."""
+    batch, q_heads, heads, dim, tokens, _ = shape
+    counts = q_heads, heads, heads
+    made = (torch.randn(batch, tokens, count, dim, dtype=torch.bfloat16, device="cuda") for count in counts)
+    return [x.transpose(1, 2) for x in made]
 
 
 def exact_tail(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -69,14 +109,14 @@ def exact_tail(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | 
     return F.scaled_dot_product_attention(*rows, attn_mask=seen, enable_gqa=True)
 
 
-def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> Any:
+def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, engine: str) -> Any:
     batch, heads, _, dim = k.shape
     layout = PageLayout(heads, dim, 256, 64, "int8", torch.bfloat16)
     table = torch.zeros(batch, 0, dtype=torch.int64, device="cuda")
     lengths = torch.zeros(batch, dtype=torch.int32, device="cuda")
     tail = torch.zeros(batch, 2, heads, 64, dim, dtype=torch.bfloat16, device="cuda")
     rules = None, None, None, dim**-0.5, None, True, window
-    return lambda: attend_chunk_triton(q, k, v, table, lengths, lengths, tail, *rules, layout)[0]
+    return lambda: attend_chunk_triton(q, k, v, table, lengths, lengths, tail, *rules, layout, engine)[0]
 
 
 def peers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> dict[str, Any]:
@@ -124,7 +164,14 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("prefill_kernel needs a GPU: left out")
         return
-    rows = []
+    rows: list[dict[str, Any]] = []
+    if "--sweep" in sys.argv:
+        for shape in SHAPES[:1] + SHAPES[3:6] if "--quick" in sys.argv else SHAPES:
+            rows += (found := sweep(shape))
+            for row in found:
+                print({key: round(x, 5) if isinstance(x, float) else x for key, x in row.items()}, flush=True)
+        save("prefill_sweep", rows)
+        return
     for shape in SHAPES[:1] + SHAPES[3:4] if "--quick" in sys.argv else SHAPES:
         torch._dynamo.reset()
         rows.append(measure(shape))

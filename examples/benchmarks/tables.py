@@ -44,15 +44,22 @@ def decode_kernel(result: dict[str, Any]) -> str:
 
 def prefill_kernel(result: dict[str, Any]) -> str:
     """TFLOPS of a prompt's attention, by shape."""
+    measured = any("gemkv_hopper_tflops" in row for row in result["rows"])
+    ours = {"gemkv": "gemkv", **({"gemkv_hopper": "gemkv, Hopper"} if measured else {})}
+    names = {"fa2": "FA2", "cudnn": "cuDNN", "flex": "Flex", "fa3": "FA3"}
+    heads = [*names.values(), *(head for name in ours.values() for head in (name, "of FA3"))]
     lines = [
-        "| batch | query, K/V heads | head size | tokens | window | FA2 | cuDNN | Flex | FA3 | gemkv | of FA3 |",
-        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        f"| batch | query, K/V heads | head size | tokens | window | {' | '.join(heads)} |",
+        "|" + "---:|" * (5 + len(heads)),
     ]
     for row in result["rows"]:
-        rates = {name: row.get(f"{name}_tflops") for name in ("fa2", "cudnn", "flex", "fa3", "gemkv")}
-        cells = " | ".join("-" if rate is None else f"{rate:.0f}" for rate in rates.values())
-        share = "-" if rates["fa3"] is None else f"{rates['gemkv'] / rates['fa3']:.2f}"
-        lines.append(f"| {_shape(row)} | {row['window'] or '-'} | {cells} | {share} |")
+        rates = {name: row.get(f"{name}_tflops") for name in (*names, *ours)}
+        cells = ["-" if rates[name] is None else f"{rates[name]:.0f}" for name in names]
+        for name in ours:
+            known = rates[name] is not None and rates["fa3"] is not None
+            cells.append("-" if rates[name] is None else f"{rates[name]:.0f}")
+            cells.append(f"{rates[name] / rates['fa3']:.2f}" if known else "-")
+        lines.append(f"| {_shape(row)} | {row['window'] or '-'} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
