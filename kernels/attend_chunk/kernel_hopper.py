@@ -45,8 +45,8 @@ CANDIDATES: dict[int, tuple[HopperTiles, ...]] = {
     64: (
         HopperTiles(128, 8, 2, True),
         HopperTiles(128, 8, 2, False),
-        HopperTiles(128, 8, 3, False),
-        HopperTiles(128, 8, 3, True),
+        HopperTiles(64, 12, 3, False),
+        HopperTiles(64, 12, 3, True),
     ),
     128: (
         HopperTiles(128, 6, 2, True),
