@@ -133,6 +133,12 @@ def test_the_last_sizes_that_are_used(hopper, monkeypatch):
         ("acc, weights, following = warpgroup_mma_wait(0, deps=(acc, weights, following))",
          "acc, following = warpgroup_mma_wait(0, deps=(acc, following))"),
         ("scores = warpgroup_mma_wait(1, deps=(scores,))", "scores, acc = warpgroup_mma_wait(1, deps=(scores, acc))"),
+        ("acc, weights, following = warpgroup_mma_wait(0, deps=(acc, weights, following))\n"
+         "    mbarrier.arrive(empty.index(value_slot))",
+         "mbarrier.arrive(empty.index(value_slot))\n"
+         "    acc, weights, following = warpgroup_mma_wait(0, deps=(acc, weights, following))"),
+        ("    mbarrier.wait(full.index(slot), phase)\n    acc, weights, following", "    acc, weights, following"),
+        ("    mbarrier.wait(full.index(slot), phase)\n    state = acc", "    state = acc"),
         ("mbarrier.wait(q_full.index(group), turn & 1)", "pass"),
         ("mbarrier.wait(q_empty.index(group), turn & 1 ^ 1)", "pass"),
         ("    mbarrier.arrive(q_empty.index(group))\n", ""),
@@ -214,15 +220,34 @@ def chunk(cache, groups, q_len, new_len):
 @pytest.mark.parametrize(
     "rules", [{}, {"window": 60}, {"softcap": 2.0, "causal": False}, {"sinks": torch.tensor([0.5, -1.0])}], ids=str
 )
-def test_with_a_past(plugged, rules):
+@pytest.mark.parametrize("new_len", [80, 100])
+def test_with_a_past(plugged, rules, new_len):
     """The plain kernel adds pages and tail to what the Hopper kernel has found; sequences without a past are left."""
     cache = cases.PagedCache(3, 1, 64, 64, 64, "int8", HALF).fill([0, 71, 130])
     cache.starts.copy_(torch.tensor([5, 3, 140]))  # the last one sees none of its past
-    new = chunk(cache, 2, 80, 100)
+    new = chunk(cache, 2, 80, new_len)
     got = attend(cache, new, **rules)
     rules = {"scale": 0.125} | rules
     close_enough(got, *(cases.dense_attention(cache, *new, **rules, dtype=dtype) for dtype in (torch.float64, HALF)))
     assert len(plugged) == 1
+
+
+@pytest.mark.skipif(not interpreted.ON, reason="kernels are not interpreted here")
+@pytest.mark.parametrize("q_len, new_len, window, blocks", [(300, 300, 150, 2), (300, 301, 130, 1), (80, 100, 21, 0)])
+def test_only_queries_that_see_the_past_are_done_again(plugged, monkeypatch, q_len, new_len, window, blocks):
+    grids, original = [], kernel.attend_chunk_kernel
+
+    class Counted:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return original[grid]
+
+    monkeypatch.setattr(kernel, "attend_chunk_kernel", Counted())
+    cache = cases.PagedCache(2, 1, 64, 64, 64, "int8", HALF).fill([200, 5])
+    new, rules = chunk(cache, 1, q_len, new_len), dict(scale=0.125, window=window)
+    got = attend(cache, new, **rules)
+    close_enough(got, *(cases.dense_attention(cache, *new, **rules, dtype=dtype) for dtype in (torch.float64, HALF)))
+    assert grids == [(blocks, 1, 2)] * (blocks > 0)
 
 
 def test_which_engine_runs(plugged, monkeypatch):

@@ -232,6 +232,11 @@ def attend_chunk_triton(
 
         out, lse = attend_chunk_hopper(q, k, v, seq_lens, starts, scale, softcap, causal, window)
     batch, heads, q_len, _ = q.shape
+    rows = q_len
+    if hopper and window is not None and sinks is None:  # later queries see nothing of the past
+        rows = min(rows, window - 1 - (k.shape[2] - q_len))
+    if rows <= 0:
+        return out, lse
     form, sizes = _form(q, padding, mask, softcap, causal, window, layout)
     form = dataclasses.replace(form, own=not hopper)
     unit = 1.0 if form.mask == "float" else LOG2E.value
@@ -244,7 +249,7 @@ def attend_chunk_triton(
     tensors = q, k, v, page_table, seq_lens, starts, tail, padding, mask, sinks, out, lse
     strides = ((0, 0, 0, 0) if x is None else x.stride() for x in tensors)
     columns = (0 if x is None else x.shape[-1] for x in (page_table, padding, mask))
-    grid = (triton.cdiv(q_len, form.block_m), heads, batch)
+    grid = (triton.cdiv(rows, form.block_m), heads, batch)
     with torch.cuda.device_of(q):
         attend_chunk_kernel[grid](
             *tensors, *strides, scales, window or 0, q_len, k.shape[2], heads // layout.num_kv_heads, *columns, form,
