@@ -9,7 +9,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Options", "PagedKVTensor", "Report", "compile", "explain", "kv_memory", "memory", "report_of", "trim"]
+__all__ = [
+    "Options",
+    "PagedKVTensor",
+    "Report",
+    "compile",
+    "drop",
+    "explain",
+    "kv_memory",
+    "memory",
+    "report_of",
+    "trim",
+]
 
 _HOME = {
     "compile": "gemkv_compile.frontend",
@@ -22,10 +33,10 @@ _HOME = {
     "trim": "gemkv_compile.runtime.ledger",
 }
 
-_MODULES = ("memory",)
+_MODULES = ("drop", "memory")
 
 if TYPE_CHECKING:
-    from gemkv_compile import memory
+    from gemkv_compile import drop, memory
     from gemkv_compile.frontend import compile, explain, report_of
     from gemkv_compile.options import Options
     from gemkv_compile.report import Report

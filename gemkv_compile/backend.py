@@ -27,6 +27,7 @@ from gemkv_compile.options import Options
 from gemkv_compile.passes.boundaries import Boundaries, Break, boundaries_of
 from gemkv_compile.passes.canonicalise import canonicalise
 from gemkv_compile.passes.decide import Facts, Rewrite, decide
+from gemkv_compile.passes.dropping import DropFacts
 from gemkv_compile.passes.find_attention import find_attention
 from gemkv_compile.passes.find_updates import find_updates
 from gemkv_compile.passes.length_free import LengthReport, prove_length_free
@@ -38,6 +39,7 @@ from gemkv_compile.prefill import choices_of, learn, prefill_of
 from gemkv_compile.progress import progress_line
 from gemkv_compile.report import Drift, EngineChoice, GraphReport, Report, ShadowedCall, Site
 from gemkv_compile.runtime.drift import Figures
+from gemkv_compile.runtime.dropping import Dropper
 from gemkv_compile.runtime.executable import Executable
 from gemkv_compile.runtime.shadow import Shadowed
 from gemkv_compile.runtime.step_graphs import RECORDERS, StepGraphs
@@ -137,7 +139,7 @@ def compile_graph(
         engines=found.engines,
     )
     steps = _step_graphs(rewritten, found, options, report)
-    executable = Executable(rewritten.call, gm, found.plan, steps)
+    executable = Executable(rewritten.call, gm, found.plan, steps, _dropper(options, found.plan, report))
     if not options.shadow or not found.plan.tables:
         return executable, report
     if any(table.buffer is not None for table in found.plan.tables):
@@ -158,6 +160,22 @@ def _step_graphs(compiled: InnerGraph, found: _Rewritten, options: Options, repo
         report.cuda_graphs.append("not captured: not the same at every length of its caches")
         return None
     return StepGraphs(compiled.call, found.plan, compiled.captures, report.cuda_graphs.append)
+
+
+def _drop_facts(options: Options) -> DropFacts | None:
+    policy = options.drop
+    return None if policy is None else DropFacts(repr(policy), policy.observes, policy.decodes, policy.windowed)
+
+
+def _dropper(options: Options, plan: CallPlan, report: GraphReport) -> Dropper | None:
+    """What asks the policy of the options about a graph's caches; None if it is asked about none of them."""
+    if options.drop is None or not any(table.drops for table in plan.tables):
+        return None
+
+    def tell(number: int, pages: int) -> None:
+        report.dropped[number] = report.dropped.get(number, 0) + pages
+
+    return Dropper(options.drop, plan, tell)
 
 
 class _Recorder:
@@ -208,7 +226,9 @@ def _rewrite(gm: GraphModule, options: Options, clock: _Clock, boundaries: Bound
     with clock("find updates"):
         updates = find_updates(module.graph, attentions.found, [node for node, _ in attentions.refused])
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    facts = Facts(options.kv_format, options.group_size, options.page_size, canonical.handle_inputs)
+    facts = Facts(
+        options.kv_format, options.group_size, options.page_size, canonical.handle_inputs, _drop_facts(options)
+    )
     with clock("prove and decide"):
         verdicts = decide(updates.caches, placeholders, facts)
     prefill = prefill_of(options.prefill)

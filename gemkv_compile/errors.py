@@ -58,6 +58,18 @@ class ReleasedHandle(GemkvError, RuntimeError):
         )
 
 
+class DroppedRows(ReleasedHandle):
+    """Rows are read, or cut out, that the option `drop` has given back."""
+
+    def __init__(self, first: int, last: int) -> None:
+        GemkvError.__init__(
+            self,
+            f"Some of the rows {first} to {last} of a paged key/value cache were dropped by the policy in the option "
+            "drop, so their keys and values are gone; compiled calls go on without them. Read other rows "
+            "(handle[:, :, a:b]), crop the cache elsewhere, or compile without drop and run the prompt again.",
+        )
+
+
 class PoolExhausted(GemkvError, MemoryError):
     """A page pool has reached its limit; the caches that exist stay valid."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from gemkv_compile.drop import Policy, check_policy
 from gemkv_compile.errors import InvalidOption
 from gemkv_compile.kernels.engines.engine import OWN
 from gemkv_compile.kernels.engines.registry import AUTO, ENGINES, check_engine
@@ -23,7 +24,7 @@ class Options:
         kv_format: What pages hold. "int8": 64-token groups with a scale and zero-point per channel; "k8v4": values of
             4 bits instead, with a scale per channel and one per token; "int4": keys of 4 bits as well; "model": keys
             and values in the model's own dtype, exact.
-        page_size: Tokens in a page, a multiple of group_size. None: 256, and 64 for windowed layers.
+        page_size: Tokens in a page, a multiple of group_size. None: 256, and 64 for windowed layers and with `drop`.
         group_size: Tokens that share a scale and zero-point.
         strict: Raise StrictError when an attention of a graph is kept.
         cuda_graphs: Replay decode steps as CUDA graphs, where the graph is proven to be the same at every length of its
@@ -36,7 +37,8 @@ class Options:
         prefill: Who attends to a prompt that nothing is stored before and that has no padding: "auto" (the fastest by
             times known for this GPU, of the engines that are installed and do it exactly), "triton" (this package's
             kernel), "fa3", "fa2" or "cudnn" where they do it exactly. The report says which was taken, and why.
-        drop: Policy that drops cached tokens. Only None in this version.
+        drop: Policy that gives pages of cached tokens back early, see `gemkv_compile.drop`; later attention does not
+            see them. Pages of layers without a window are then one group by default. None: nothing is dropped.
         pool_bytes: Most bytes that one page pool may reserve. None: no limit.
         shadow: Run the graph as it was beside this number of the first calls of each rewritten graph; the drift is in
             its report. Dense copies of the cache are kept meanwhile.
@@ -52,7 +54,7 @@ class Options:
     inner: str | Callable[..., Any] = "auto"
     split_layers: bool = False
     prefill: str = "auto"
-    drop: None = None
+    drop: Policy | None = None
     pool_bytes: int | None = None
     shadow: int = 0
 
@@ -80,9 +82,15 @@ class Options:
                 raise InvalidOption(f"{name} must be True or False, got {getattr(self, name)!r}.")
         _one_of("prefill", self.prefill, (AUTO, OWN, *ENGINES))
         check_engine(self.prefill)
-        _not_yet("drop", self.drop, None)
         if not isinstance(self.shadow, int) or isinstance(self.shadow, bool) or self.shadow < 0:
             raise InvalidOption(f"shadow must be an int of at least 0, a number of calls, got {self.shadow!r}.")
+        if self.drop is not None:
+            check_policy(self.drop)
+            if self.shadow:
+                raise InvalidOption(
+                    "shadow and drop exclude each other: the graph as it was needs every cached token, and dropped "
+                    "ones are gone. Check the model with shadow first, then with `gemkv eval --drop`."
+                )
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any] | None) -> Options:
@@ -112,8 +120,3 @@ def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
 def _positive(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise InvalidOption(f"{name} must be a positive int, got {value!r}.")
-
-
-def _not_yet(name: str, value: Any, only: Any) -> None:
-    if value != only or isinstance(value, bool) != isinstance(only, bool):
-        raise InvalidOption(f"{name}={value!r} is not in this version; leave it at {only!r}.")

@@ -50,6 +50,22 @@ class BufferPlan:
 
 
 @dataclass(frozen=True)
+class ObservedPlan:
+    """The attention whose newest queries the rewritten graph returns for a policy that observes them.
+
+    Args:
+        position: Of these among the graph's outputs; [batch, num_q_heads, n, head_dim], with zeros before the queries
+            of a chunk of fewer than n tokens.
+        scale, softcap, window: Of the attention; window None: it sees everything before it.
+    """
+
+    position: int
+    scale: float
+    softcap: float | None
+    window: int | None
+
+
+@dataclass(frozen=True)
 class TablePlan:
     """One key/value cache of the graph.
 
@@ -64,6 +80,8 @@ class TablePlan:
         layout, device, pool_bytes: Which pool the pages come from.
         outputs: Which outputs of the original graph are handles of this cache.
         buffer: Set if the cache has a fixed number of places. With a past, the handles that are the past grow.
+        drops: Whether the policy of the option `drop` is asked about this cache.
+        observed: What it observes, if it does.
     """
 
     past_keys: int | None
@@ -79,6 +97,8 @@ class TablePlan:
     pool_bytes: int | None
     outputs: tuple[OutputPlan, ...]
     buffer: BufferPlan | None = None
+    drops: bool = False
+    observed: ObservedPlan | None = None
 
 
 @dataclass(frozen=True)

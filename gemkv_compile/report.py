@@ -35,6 +35,7 @@ class Site:
     window: int | None = None
     softcap: float | None = None
     rule: str = ""
+    drop: str = ""  # the policy that drops pages of its cache, or why the cache is kept whole; "" without the option
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class GraphReport:
         length_reason: What depends on it, with the source line, or "".
         engines: Who attends to a prompt, by layers and length; empty where only this package's kernel could.
         cuda_graphs: What was captured as a CUDA graph, or why it was not; grows while the graph is called.
+        dropped: Pages that the calls of this graph have dropped, by the number of the cache in it; grows too.
     """
 
     sites: tuple[Site, ...]
@@ -123,6 +125,7 @@ class GraphReport:
     length_reason: str = ""
     cuda_graphs: list[str] = field(default_factory=list)
     engines: tuple[EngineChoice, ...] = ()
+    dropped: dict[int, int] = field(default_factory=dict)
 
     @property
     def kept(self) -> tuple[Site, ...]:
@@ -188,6 +191,8 @@ class Report:
                 console.print(_length_line(graph), markup=False, highlight=False, soft_wrap=True)
             for choice in graph.engines:
                 console.print(f"  prompt, {choice}", markup=False, highlight=False, soft_wrap=True)
+            for line in _drop_lines(graph):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
             for line in graph.cuda_graphs:
                 console.print(f"  CUDA graph: {line}", markup=False, highlight=False, soft_wrap=True)
         console.print(_memory_table(self))
@@ -231,6 +236,18 @@ def _places(graph: GraphReport) -> Iterator[str]:
         why = f": {reason}: {sentence}" if reason else ""
         proven = f"\n    sees: {predicate}" if predicate else ""
         yield f"  layer {', '.join(numbers)} {status}{why}{proven}\n    {source}"
+
+
+def _drop_lines(graph: GraphReport) -> Iterator[str]:
+    """What is dropped, once for all layers of which the same is said, and how much it was so far."""
+    layers: dict[str, list[str]] = {}
+    for site in graph.sites:
+        if site.drop:
+            layers.setdefault(site.drop, []).append(str(site.layer))
+    for sentence, numbers in layers.items():
+        yield f"  layer {', '.join(dict.fromkeys(numbers))} drop: {sentence}"
+    if layers:
+        yield f"  pages dropped so far: {sum(graph.dropped.values())}; bytes below are those without any drop"
 
 
 def _length_line(graph: GraphReport) -> str:

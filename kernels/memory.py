@@ -130,6 +130,15 @@ def read_groups(data: Tensor, layout: PageLayout) -> tuple[Tensor, Tensor]:
     return k.flatten(-3, -2), v.flatten(-3, -2)
 
 
+def read_keys(data: Tensor, layout: PageLayout) -> Tensor:
+    """Decode the keys of groups; arguments and result as in `read_groups`."""
+    views = split_groups(data, layout)
+    if views.scales is None:
+        return views.k.to(torch.float32).flatten(-3, -2)
+    codes, (scale, zero, _) = unpack_codes(views.k, layout.k_bits), views.scales.unbind(-2)
+    return dequantise_groups(codes, scale, zero).flatten(-3, -2)
+
+
 def read_page(
     address: int, layout: PageLayout, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:

@@ -231,6 +231,22 @@ def _(*state):
     return tuple(torch.empty_like(x) for x in state)
 
 
+@torch.library.custom_op("gemkv::newest_queries", mutates_args=())
+def newest_queries(q: Tensor, count: int, version: str) -> Tensor:
+    """The last `count` queries of q [B, Hq, Q, D], [B, Hq, count, D], of memory of their own; zeros before them if Q is
+    less. It has no gradient.
+
+    An operator of its own, so that the size of its result depends on no length: a slice would add a guard.
+    """
+    missing = max(0, count - q.shape[2])
+    return torch.nn.functional.pad(q[:, :, -count:], (0, 0, missing, 0)) if missing else q[:, :, -count:].clone()
+
+
+@newest_queries.register_fake
+def _(q, count, version):
+    return q.new_empty(q.shape[0], q.shape[1], count, q.shape[3])
+
+
 def _refuse_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     raise NotImplementedError(
         "gemkv::attend_pages has no gradient, and an input requires one. "

@@ -14,6 +14,7 @@ from gemkv_compile.compat import expr_of
 from gemkv_compile.errors import GemkvError
 from gemkv_compile.kernels.layout import PageLayout
 from gemkv_compile.kernels.validate import MAX_GROUPS
+from gemkv_compile.passes.dropping import KEEPS, DropFacts, DropVerdict, judge_drop
 from gemkv_compile.passes.effects import write_after, writes_of
 from gemkv_compile.passes.lens import value_of
 from gemkv_compile.passes.masks.proof import MaskProof, Padding, Unproven
@@ -33,6 +34,7 @@ class Facts:
     group_size: int
     page_size: int | None
     handle_inputs: frozenset[int]
+    drop: DropFacts | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Rewrite:
     layout: PageLayout
     device: torch.device
     requires_grad: bool
+    drop: DropVerdict = KEEPS
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ def _judge(cache: Cache, placeholders: list[Node], facts: Facts, proofs: dict[An
         reads.append(read)
     windows = [read.window for read in reads]
     is_windowed = keep is not None or None not in windows
-    page_size = facts.page_size or page_size_of(is_windowed, facts.group_size)
+    page_size = facts.page_size or page_size_of(is_windowed or facts.drop is not None, facts.group_size)
     try:
         layout = PageLayout(
             new[1], new[3], page_size, facts.group_size, facts.kv_format, value_of(cache.new_keys).dtype
@@ -125,11 +128,12 @@ def _judge(cache: Cache, placeholders: list[Node], facts: Facts, proofs: dict[An
         layout=layout,
         device=value_of(cache.new_keys).device,
         requires_grad=needs_grad,
+        drop=judge_drop(facts.drop, cache, is_windowed, is_decode, needs_grad),
     )
 
 
 def page_size_of(is_windowed: bool, group_size: int) -> int:
-    """Tokens in a page where no option says: 64 in a windowed layer, else 256, rounded up to whole groups."""
+    """Tokens in a page where no option says: 64 in a windowed layer or if pages are dropped, else 256; whole groups."""
     return -(-(WINDOW_PAGE_SIZE if is_windowed else FULL_PAGE_SIZE) // group_size) * group_size
 
 

@@ -8,6 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from gemkv_compile.passes.lens import op_of, value_of
+from gemkv_compile.passes.symbols import SymbolTable, same_size
 
 
 def call(graph: Graph, method: str, arguments: tuple[Any, ...], example: Any) -> Node:
@@ -15,6 +16,20 @@ def call(graph: Graph, method: str, arguments: tuple[Any, ...], example: Any) ->
     node = graph.call_method(method, arguments)
     node.meta["example_value"] = example
     return node
+
+
+def whole_mask(graph: Graph, symbols: SymbolTable, mask: Node | None, query: Node, keys: Node) -> Node | None:
+    """A dense mask as [batch|1, Hq|1, q_len, kv_len], for queries [.., q_len, D] and keys [.., kv_len, D]."""
+    if mask is None:
+        return None
+    while value_of(mask).ndim < 4:
+        mask = call(graph, "unsqueeze", (mask, 0), value_of(mask).unsqueeze(0))
+    wanted = value_of(query).shape[2], value_of(keys).shape[2]
+    value = value_of(mask)
+    if all(same_size(a, b) for a, b in zip(value.shape[2:], wanted, strict=True)):
+        return mask
+    sizes = [-1, -1, *(symbols.emit(graph, size) for size in wanted)]
+    return call(graph, "expand", (mask, *sizes), value.expand(-1, -1, *wanted))
 
 
 def replace_attention(graph: Graph, old: Node, new: Node) -> Node:

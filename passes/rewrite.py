@@ -13,8 +13,9 @@ from gemkv_compile.kernels import ops, ops_prompt  # noqa: F401  (registers the 
 from gemkv_compile.kernels.layout import FIRST_MAX_PAGES
 from gemkv_compile.passes.attention_calls import attention_call, format_arguments
 from gemkv_compile.passes.decide import Read, Rewrite, new_rows
+from gemkv_compile.passes.dropping import add_outputs, newest_queries
 from gemkv_compile.passes.effects import writes_of
-from gemkv_compile.passes.graph_edits import call, replace_attention
+from gemkv_compile.passes.graph_edits import call, replace_attention, whole_mask
 from gemkv_compile.passes.length_free import growing_nodes, is_decode_step
 from gemkv_compile.passes.lens import value_of
 from gemkv_compile.passes.liveness import remove_dead
@@ -22,12 +23,13 @@ from gemkv_compile.passes.prompts import Prefill, takes_engine
 from gemkv_compile.passes.sites import Cache
 from gemkv_compile.passes.sizes_as_tensors import lift_sizes
 from gemkv_compile.passes.static_buffers import buffer_plan, by_tokens, erase_writes, mask_functions
-from gemkv_compile.passes.symbols import SymbolTable, free_symbols, same_size
+from gemkv_compile.passes.symbols import SymbolTable, free_symbols
 from gemkv_compile.plan import (
     AlignedPadding,
     Argument,
     CallPlan,
     Computed,
+    ObservedPlan,
     OutputPlan,
     PaddingPlan,
     Passed,
@@ -61,6 +63,7 @@ class _Builder:
         self.paddings: list[PaddingPlan] = []
         self.replaced: dict[Node, Node] = {}  # attentions' outputs, and what stands for them now
         self.masks: dict[Node | None, GraphModule] = {}  # of static caches
+        self.observed: dict[int, Node] = {}  # newest queries by table
         self._padding_nodes: dict[tuple[int, int, Any], Node] = {}
         self._size_nodes: dict[tuple[Any, torch.device], Node] = {}
         self._last = self.placeholders[-1] if self.placeholders else None
@@ -127,11 +130,11 @@ def rewrite_graph(
     own = {node for rewrite in rewrites if rewrite.cache.buffer is not None for node in rewrite.cache.buffer.writes}
     changed = set().union(*(memory for node, memory in writes_of(graph).items() if node not in own))
     written = tuple(i for i, node in enumerate(build.placeholders) if node in changed)
-    tables = []
     for index, rewrite in enumerate(rewrites):
         _insert_operators(build, rewrite, index)
-        tables.append(_table_plan(build, rewrite, pool_bytes))
     results = _sort_outputs(build, rewrites)
+    add_outputs(graph, list(build.observed.values()))
+    tables = [_table_plan(build, rewrite, index, pool_bytes) for index, rewrite in enumerate(rewrites)]
     remove_dead(graph)
     if is_decode_step(rewrites):
         lift_sizes(graph, growing_nodes(graph, rewrites, set(build.sources)), build.size)
@@ -159,6 +162,9 @@ def _insert_operators(build: _Builder, rewrite: Rewrite, table: int) -> None:
         keys, values = (_rows_first(graph, node, cache) for node in rows_now)
         if rewrite.is_decode:
             _append(graph, rewrite, keys, values, state)
+        if rewrite.drop.observes:
+            query = rewrite.cache.readers[0].query
+            build.observed[table] = newest_queries(graph, build.replaced.get(query, query), rewrite.drop.observes)
     for read in readers:
         with graph.inserting_before(read.attention.node):
             result = _attend(build, rewrite, read, table, keys, values, state)
@@ -188,7 +194,7 @@ def _attend(
     build: _Builder, rewrite: Rewrite, read: Read, table: int, keys: Node, values: Node, state: dict[StateField, Node]
 ) -> Node:
     graph, attention = build.graph, read.attention
-    mask = _whole_mask(build, read)
+    mask = whole_mask(graph, build.symbols, read.dense_mask, attention.query, attention.keys)
     rolls = rewrite.cache.buffer is not None and rewrite.cache.buffer.rolls  # its last place is the newest token
     if mask is not None and attention.over_places and not rolls:
         mask = by_tokens(
@@ -204,23 +210,16 @@ def _rows_first(graph: Graph, node: Node, cache: Cache) -> Node:
     return node if cache.seq_dim == 2 else call(graph, "transpose", (node, 1, 2), value_of(node).transpose(1, 2))
 
 
-def _whole_mask(build: _Builder, read: Read) -> Node | None:
-    """The dense mask as [batch|1, Hq|1, q_len, kv_len]."""
-    mask = read.dense_mask
-    if mask is None:
+def _observed_plan(build: _Builder, rewrite: Rewrite, table: int) -> ObservedPlan | None:
+    if table not in build.observed:
         return None
-    graph = build.graph
-    while value_of(mask).ndim < 4:
-        mask = call(graph, "unsqueeze", (mask, 0), value_of(mask).unsqueeze(0))
-    wanted = value_of(read.attention.query).shape[2], value_of(read.attention.keys).shape[2]
-    value = value_of(mask)
-    if all(same_size(a, b) for a, b in zip(value.shape[2:], wanted, strict=True)):
-        return mask
-    sizes = [-1, -1, *(build.symbols.emit(graph, size) for size in wanted)]
-    return call(graph, "expand", (mask, *sizes), value.expand(-1, -1, *wanted))
+    output = next(node for node in reversed(build.graph.nodes) if node.op == "output")
+    read = next(read for read in rewrite.reads if read.attention is rewrite.cache.readers[0])
+    position = len(output.args[0]) - len(build.observed) + list(build.observed).index(table)
+    return ObservedPlan(position, read.attention.scale, read.attention.softcap, read.window)
 
 
-def _table_plan(build: _Builder, rewrite: Rewrite, pool_bytes: int | None) -> TablePlan:
+def _table_plan(build: _Builder, rewrite: Rewrite, table: int, pool_bytes: int | None) -> TablePlan:
     cache = rewrite.cache
     batch, _, q_len, _ = new_rows(cache)
     pasts = [None if past is None else build.placeholders.index(past) for past in (cache.past_keys, cache.past_values)]
@@ -238,6 +237,8 @@ def _table_plan(build: _Builder, rewrite: Rewrite, pool_bytes: int | None) -> Ta
         pool_bytes=pool_bytes,
         outputs=tuple(OutputPlan(output.index, output.role, rewrite.keep) for output in cache.outputs),
         buffer=buffer_plan(cache, build.placeholders, build.symbols, build.masks),
+        drops=rewrite.drop.drops,
+        observed=_observed_plan(build, rewrite, table),
     )
 
 

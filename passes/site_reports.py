@@ -64,6 +64,7 @@ def _rewritten(rewrite: Rewrite, read: Read, prefill: Prefill) -> Site:
         window=read.window,
         softcap=read.attention.softcap,
         rule=f"{read.attention.rule}, {rewrite.cache.rule}",
+        drop=rewrite.drop.sentence,
     )
 
 

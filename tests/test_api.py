@@ -169,7 +169,7 @@ MISTAKES = [
         {"prefill": "fa4"},
         "prefill must be one of 'auto', 'triton', 'fa3', 'fa2', 'cudnn', got 'fa4'. Did you mean 'fa3'?",
     ),
-    ({"drop": "attention_mass"}, "drop='attention_mass' is not in this version"),
+    ({"drop": "attention_mass"}, "drop must be None or a policy with a method choose, got 'attention_mass'"),
     ({"shadow": -1}, "shadow must be an int of at least 0, a number of calls, got -1"),
     ({"shadow": True}, "shadow must be an int of at least 0, a number of calls, got True"),
     ({"shadow": "3"}, "shadow must be an int of at least 0, a number of calls, got '3'"),

@@ -3,6 +3,7 @@
 import copy
 import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tiny_models import prompt, tuple_model
 
 import gemkv_compile
 from gemkv_compile.compat import bytes_at
-from gemkv_compile.errors import CacheMismatch, GemkvError, PoolExhausted, ReleasedHandle
+from gemkv_compile.errors import CacheMismatch, DroppedRows, GemkvError, PoolExhausted, ReleasedHandle
 from gemkv_compile.kernels import ops
 from gemkv_compile.kernels.layout import CODE_BITS
 from gemkv_compile.runtime.handle import KEYS, VALUES, make_handle
@@ -439,9 +440,10 @@ def test_a_selection_that_has_moved_on_is_selected_again():
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Random appends, forks, crops, selections, releases, held pages, failures and deaths beside plain tensors.
+    """Random appends, drops, forks, crops, selections, releases, held pages, failures and deaths beside plain tensors.
 
-    The pool has a limit that is reached now and then: then nothing has changed.
+    The pool has a limit that is reached now and then: then nothing has changed. `holes` says, for each table that has
+    some, which (page, sequence) pairs were dropped.
     """
 
     @initialize(kv_format=st.just("model"), page_size=st.sampled_from([64, 128]), limit=st.sampled_from([4, 12, None]))
@@ -450,6 +452,7 @@ class TableMachine(RuleBasedStateMachine):
         self.pool = PagePool(layout, CPU, limit and limit * layout.page_bytes)
         self.caches = []  # (handle pair, dense keys, dense values)
         self.held = []  # as a backward pass holds pages, with what they are
+        self.holes = weakref.WeakKeyDictionary()
         self.seed = 0
 
     def alive(self, data):
@@ -475,22 +478,36 @@ class TableMachine(RuleBasedStateMachine):
         tokens=st.sampled_from([64, 1, 128]) | st.integers(1, 140),
         keep=st.sampled_from([None, 40, 100]),
         fails=st.booleans(),
+        drops=st.booleans(),
     )
-    def append(self, data, tokens, keep, fails):
-        """Continue a cache; the one it continues stays as it was."""
+    def append(self, data, tokens, keep, fails, drops):
+        """Continue a cache, and drop some pages of the longer one; the one it continues stays as it was."""
         pair, keys, values = self.alive(data)
         if not pair[0].numel():
             return
         self.seed += 1
-        more = dense_rows(keys.shape[0], tokens, 1, seed=self.seed)
-        table, first = continue_past(self.pool, keys.shape[0], *pair, 2)
+        batch, length = keys.shape[0], pair[0].length
+        more = dense_rows(batch, tokens, 1, seed=self.seed)
+        if length != pair[0].table.length and self.cuts(pair[0], range(batch)):
+            with pytest.raises(DroppedRows, match="drop"):
+                continue_past(self.pool, batch, *pair, 2)
+            return
+        table, first = continue_past(self.pool, batch, *pair, 2)
+        self.inherit(pair[0], table, range(batch))
+        chosen = {}
+        if drops:
+            complete = range((length + tokens) // self.pool.layout.page_size)
+            flags = st.lists(st.booleans(), min_size=batch, max_size=batch)
+            chosen = data.draw(st.dictionaries(st.sampled_from(complete), flags)) if complete else {}
         try:
             table.expose_from(first)
-            table.begin(tokens, keep, first)
+            table.begin(tokens, keep, first, chosen if tokens > 1 else None)
             layout, state = self.pool.layout, (table.page_table, table.seq_lens, table.tail)
             ops.append_kv(*more, *state, layout.page_size, layout.kv_format, "test")
+            table.drop(chosen)
             if not fails:
                 table.commit(tokens)
+                self.note_holes(table, chosen)
         except PoolExhausted:
             assert self.pool.limit is not None
             return
@@ -501,6 +518,35 @@ class TableMachine(RuleBasedStateMachine):
         visible = first if keep is None else max(first, table.length - keep)
         both = [torch.cat([a, b], 2)[:, :, visible - first :] for a, b in zip((keys, values), more, strict=True)]
         self.caches.append(([make_handle(table, role, visible, table.length) for role in (KEYS, VALUES)], *both))
+
+    def note_holes(self, table, chosen):
+        pairs = {(page, row) for page, flags in chosen.items() for row, flag in enumerate(flags) if flag}
+        self.holes.setdefault(table, set()).update(pair for pair in pairs if pair[0] in table.pages)
+        for page, flags in chosen.items():
+            column = page % table.page_table.shape[1]
+            if page in table.pages:
+                assert [a == 0 for a in table.page_table[:, column].tolist()] == [a == 0 for a in table.pages[page]]
+                assert all(table.pages[page][row] == 0 for row, flag in enumerate(flags) if flag)
+
+    def inherit(self, handle, other, rows):
+        """A fork has the holes of what it continues."""
+        if other is not handle.table:
+            stored = handle.length // 64 * 64
+            seen = range(handle.start // self.pool.layout.page_size, -(-stored // self.pool.layout.page_size))
+            old = self.holes.get(handle.table, set())
+            new = {(page, new) for page, row in old for new, which in enumerate(rows) if which == row and page in seen}
+            self.holes.setdefault(other, set()).update(new)
+
+    def cuts(self, handle, rows):
+        """Whether a fork of a handle needs rows of a dropped page, which it could not share."""
+        size, stored = self.pool.layout.page_size, handle.length // 64 * 64
+        holes = self.holes.get(handle.table, set())
+        first = handle.start // size
+        cut = any(
+            row in rows and first <= page < -(-stored // size) and (page + 1) * size > stored for page, row in holes
+        )
+        tail = stored < handle.length and any(page == stored // size for page, _ in holes)
+        return cut or tail
 
     @precondition(has_alive)
     @rule(data=st.data())
@@ -516,7 +562,13 @@ class TableMachine(RuleBasedStateMachine):
     def select(self, data):
         pair, keys, values = self.alive(data)
         rows = torch.tensor(data.draw(st.lists(st.integers(0, keys.shape[0] - 1), min_size=1, max_size=4)))
-        self.caches.append(([handle.index_select(0, rows) for handle in pair], keys[rows], values[rows]))
+        if self.cuts(pair[0], rows.tolist()):
+            with pytest.raises(DroppedRows):
+                pair[0].index_select(0, rows)
+            return
+        selected = [handle.index_select(0, rows) for handle in pair]
+        self.inherit(pair[0], selected[0].table, rows.tolist())
+        self.caches.append((selected, keys[rows], values[rows]))
 
     @precondition(lambda self: self.caches)
     @rule(data=st.data())
@@ -538,7 +590,7 @@ class TableMachine(RuleBasedStateMachine):
     def hold(self, data):
         """Pages stay as they are for a backward pass, whatever becomes of the cache."""
         table = self.alive(data)[0][0].table
-        pages = [address for row in table.pages.values() for address in row]
+        pages = [address for row in table.pages.values() for address in row if address]
         data = [bytes_at(address, self.pool.layout.page_bytes, CPU).clone() for address in pages]
         stored = table.length // self.pool.layout.group_size * self.pool.layout.group_size
         if stored % self.pool.layout.page_size == 0:  # else rows may still be written into the last page
@@ -563,7 +615,24 @@ class TableMachine(RuleBasedStateMachine):
                         with pytest.raises(ReleasedHandle):
                             handle.materialise()
                 else:
-                    torch.testing.assert_close(handle.materialise(), expected, rtol=0, atol=0)
+                    self.check(handle, expected)
+
+    def check(self, handle, expected):
+        """Rows in holes cannot be read; all others are what they were."""
+        size = self.pool.layout.page_size
+        lost = {page for page, _ in self.holes.get(handle.table, ())}
+        lost = {p for p in lost if p * size < handle.length and (p + 1) * size > handle.start}
+        if not lost:
+            torch.testing.assert_close(handle.materialise(), expected, rtol=0, atol=0)
+            return
+        if expected.shape[2] and expected.shape[0]:
+            with pytest.raises(DroppedRows, match="were dropped"):
+                handle.materialise()
+        for page in range(handle.start // size, -(-handle.length // size)):
+            first, last = max(handle.start, page * size), min(handle.length, (page + 1) * size)
+            if page not in lost:
+                rows = handle.table.read(first, last)[handle.role]
+                torch.testing.assert_close(rows, expected[:, :, first - handle.start : last - handle.start])
 
     @invariant()
     def held_pages_keep_their_bytes(self):
@@ -575,7 +644,7 @@ class TableMachine(RuleBasedStateMachine):
     def pages_are_counted(self):
         if hasattr(self, "pool"):
             tables = {id(h.table): h.table for pair, *_ in self.caches for h in pair}.values()
-            used = {page for table in tables for pages in table.pages.values() for page in pages}
+            used = {page for table in tables for pages in table.pages.values() for page in pages if page}
             used |= {page for held, *_ in self.held for _, pages in held.items() for page in pages}
             if self.pool.stats().pages != len(used):
                 gc.collect()

@@ -19,6 +19,7 @@ from gemkv_compile.plan import (
     SizeTensor,
     TablePlan,
 )
+from gemkv_compile.runtime.dropping import Chosen, Dropper
 from gemkv_compile.runtime.handle import PagedKVTensor, make_handle
 from gemkv_compile.runtime.importing import continue_past
 from gemkv_compile.runtime.padding import aligned_padding
@@ -39,6 +40,7 @@ class Executable:
         original: The graph before the rewrite, for a call that the rewritten one does not cover.
         plan: How the two correspond.
         steps: Runs its decode steps as CUDA graphs, if they may be.
+        dropper: Drops pages of its caches, if a policy says so.
     Every call either completes, and all its caches have grown, or raises, and all of them are as they were.
     """
 
@@ -48,9 +50,11 @@ class Executable:
         original: Callable[..., Any],
         plan: CallPlan,
         steps: StepGraphs | None = None,
+        dropper: Dropper | None = None,
     ) -> None:
         self._inner = inner
         self._steps = steps
+        self._dropper = dropper
         self._original = original
         self._plan = plan
         self._pools = [pools.get(table.layout, table.device, table.pool_bytes) for table in plan.tables]
@@ -76,6 +80,7 @@ class Executable:
         sizes = [(values.of(table.batch), values.of(table.num_tokens)) for table in plan.tables]
         tables: list[PageTable] = []
         starts: list[int] = []
+        unneeded: list[Chosen | None] = []
         positions = read_positions(plan.tables, args) if self._has_places else [None] * len(sizes)
         try:
             for table_plan, pool, size, position in zip(plan.tables, self._pools, sizes, positions, strict=True):
@@ -86,10 +91,14 @@ class Executable:
                 starts.append(found[1])
                 if not _prepare(*found, table_plan):
                     return self._run_original(args, _MORE_ROWS)
-                found[0].begin(size[1], table_plan.keep, found[1])
+                if self._dropper is not None:
+                    unneeded.append(self._dropper.chosen_before(len(unneeded), found[0], size[1]))
+                found[0].begin(size[1], table_plan.keep, found[1], unneeded[-1] if unneeded else None)
             outputs = self._run(args, tables, starts, sizes)
             if torch.is_grad_enabled():
                 _hold_pages(outputs, tables)
+            if self._dropper is not None:
+                self._dropper.drop(outputs, args, tables, starts, sizes, unneeded)
             for table, (_, num_tokens) in zip(tables, sizes, strict=True):
                 table.commit(num_tokens)
         finally:

@@ -122,7 +122,7 @@ def _dense_bytes(tensors: list[torch.Tensor]) -> int:
 
 def _measure(table: PageTable, counted: set[int]) -> LayerMemory:
     layout = table.pool.layout
-    pages = {address: index for index, addresses in list(table.pages.items()) for address in addresses}
+    pages = {address: index for index, addresses in list(table.pages.items()) for address in addresses if address}
     own = pages.keys() - counted
     counted |= own
     groups = table.length // layout.group_size

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from gemkv_compile.compat import bytes_at
-from gemkv_compile.errors import ReleasedHandle
+from gemkv_compile.errors import DroppedRows, ReleasedHandle
 from gemkv_compile.kernels.formats import clamp_finite
 from gemkv_compile.kernels.layout import FIRST_MAX_PAGES, PageLayout
 from gemkv_compile.kernels.memory import gather_pages, read_groups
@@ -46,7 +46,9 @@ class PageState:
     """Pages, tail and tables of `batch` sequences of `length` tokens each, and reading and writing them.
 
     Device state: the tensors of a `DeviceState`, by name.
-    Host state: `length`; `base`, the mirror of `starts`; `pages`, page index -> one address per sequence, in order.
+    Host state: `length`; `base`, the mirror of `starts`; `pages`, page index -> one address per sequence, in order. An
+    address of 0 is a page that a policy has dropped: a hole. Only complete pages become holes, so that nothing is ever
+    written to one.
     """
 
     def __init__(self, pool: PagePool, batch: int) -> None:
@@ -155,6 +157,8 @@ class PageState:
         for index in self.page_indices(start, stored):
             first = index * layout.page_size
             begin, end = max(start, first), min(stored, first + layout.page_size)
+            if 0 in self.pages[index]:
+                raise DroppedRows(begin, end)
             if self.batch:
                 data = gather_pages([[address] for address in self.pages[index]], layout, self.pool.device)
                 for rows, page in zip(both, read_groups(data, layout), strict=True):  # [batch, Hkv, page_size, D]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from gemkv_compile.errors import GemkvError, ReleasedHandle
+from gemkv_compile.errors import DroppedRows, GemkvError, ReleasedHandle
+from gemkv_compile.runtime.observed import Observed
 from gemkv_compile.runtime.page_state import PageState
 from gemkv_compile.runtime.pool import PagePool
 from gemkv_compile.runtime.reservation import Reservation
@@ -33,6 +34,7 @@ class PageTable(PageState):
     def __init__(self, pool: PagePool, batch: int) -> None:
         super().__init__(pool, batch)
         self.last_selection: tuple[Any, weakref.ref[PageTable]] | None = None  # see `handle_views.select_rows`
+        self.observed: Observed | None = None
         self._reservation: Reservation | None = None
         self._leaving: Sequence[int] = ()  # pages to give back next, also after an interrupt
         self._lock = threading.RLock()
@@ -124,12 +126,15 @@ class PageTable(PageState):
         finally:
             self.unclaim()
 
-    def begin(self, num_tokens: int, keep: int | None, start: int = 0) -> None:
+    def begin(
+        self, num_tokens: int, keep: int | None, start: int = 0, without: Mapping[int, Sequence[bool]] | None = None
+    ) -> None:
         """Find pages for the groups that `num_tokens` more tokens complete, and give back those out of sight.
 
         Args:
             keep: If given, only the last `keep` tokens stay visible afterwards; groups wholly before them get no page.
             start: First token that this call attends to.
+            without: Page index -> which sequences need no page there: what `drop` would drop is never allocated then.
         Raises:
             PoolExhausted: nothing has changed.
             ReleasedHandle: the table was released.
@@ -147,7 +152,8 @@ class PageTable(PageState):
         self._reservation = Reservation(self.pages)
         if first < last:
             try:
-                self._reserve(self._reservation, self._wanted_pages(first, last, num_tokens, keep), num_tokens)
+                wanted = self._wanted_pages(first, last, num_tokens, keep)
+                self._reserve(self._reservation, wanted, num_tokens, without or {})
             except BaseException:
                 self.abort()
                 raise
@@ -164,13 +170,13 @@ class PageTable(PageState):
             wanted.add(first // layout.groups_per_page)  # older handles see its rows, which leave the tail now
         return sorted(wanted)
 
-    def _reserve(self, reservation: Reservation, wanted: Sequence[int], num_tokens: int) -> None:
+    def _reserve(
+        self, reservation: Reservation, wanted: Sequence[int], num_tokens: int, without: Mapping[int, Sequence[bool]]
+    ) -> None:
         """Give each page index in `wanted` a page that no other table shares, and save rows that would be lost."""
         fresh = [index for index in wanted if index not in self.pages]
         shared = [i for i in wanted if i in self.pages and any(map(self.pool.is_shared, self.pages[i]))]
-        addresses = self.pool.allocate(self.batch * (len(fresh) + len(shared)), reservation.taken)
-        new = {index: addresses[i * self.batch : (i + 1) * self.batch] for i, index in enumerate(fresh + shared)}
-        reservation.new = new
+        new = reservation.take(self, fresh, shared, without)
         for index in shared:
             self.copy_pages(self.pages[index], new[index])
         self.pages = dict(sorted((self.pages | new).items()))
@@ -180,11 +186,20 @@ class PageTable(PageState):
             # The rows left over overwrite rows of the group that this append completes.
             reservation.saved_tail = self.tail.clone()
 
+    def drop(self, chosen: Mapping[int, Sequence[bool]]) -> None:
+        """Give pages back when the append under way is committed; every handle of the table shows holes there.
+
+        Args:
+            chosen: Page index -> which sequences lose the page; its tokens have all been written.
+        """
+        assert self._reservation is not None
+        self._reservation.drop(self, chosen)
+
     def commit(self, num_tokens: int) -> None:
         """Count `num_tokens` rows that an operator has written since `begin`."""
         reservation = self._reservation
         replaced: Sequence[int] = ()
-        if reservation is not None and reservation.new:
+        if reservation is not None and (reservation.new or reservation.dropped):
             replaced = reservation.replaced()
             if self.pool.observers:
                 self.pool.note_bound(reservation.taken)
@@ -254,7 +269,7 @@ class PageTable(PageState):
         Args:
             rows: The sequence that each sequence of the new table continues; default: all, in order.
         Raises:
-            ReleasedHandle: a row of [start, length) has been given back.
+            ReleasedHandle: a row of [start, length) has been given back; holes are no reason, unless one is cut.
         """
         rows = range(self.batch) if rows is None else rows
         stored = length - length % self.pool.layout.group_size
@@ -263,6 +278,8 @@ class PageTable(PageState):
             indices = self.page_indices(start, stored)
             for index in indices:
                 shared = [self.pages[index][row] for row in rows]
+                if 0 in shared and (index + 1) * self.page_size > stored:
+                    raise DroppedRows(index * self.page_size, stored)
                 self.pool.share(shared)
                 other.pages[index] = shared
             newest = self.read(stored, length) if length > stored else []
@@ -272,6 +289,8 @@ class PageTable(PageState):
         chosen = torch.tensor(rows, dtype=torch.int64, device=self.pool.device)
         for role, dense in enumerate(newest):
             other.tail[:, role, :, : length - stored] = dense[chosen]
+        if self.observed is not None:
+            other.observed = self.observed.selected(chosen, length)
         other.length = length
         other.seq_lens.fill_(length)
         other.expose_from(start)

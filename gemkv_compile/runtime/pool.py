@@ -52,7 +52,8 @@ class PagePool:
         layout: Byte layout of a page.
         device: Where slabs live.
         limit: Most bytes that slabs may take, or None.
-    A page is named by its address (int). Slabs never move, so growing copies nothing.
+    A page is named by its address (int); 0 names no page, and is ignored where pages are shared or given back. Slabs
+    never move, so growing copies nothing.
     """
 
     def __init__(self, layout: PageLayout, device: torch.device, limit: int | None = None) -> None:
@@ -115,6 +116,7 @@ class PagePool:
 
     def share(self, pages: Sequence[int]) -> None:
         """Add one reference to each page."""
+        pages = _without_holes(pages)
         with self._lock:
             self._references.update(pages)
             for observe in self.observers:
@@ -208,7 +210,7 @@ class PagePool:
         if not self._returned:
             return
         while self._returned:
-            pages = self._returned.popleft()
+            pages = _without_holes(self._returned.popleft())
             for observe in self.observers:
                 observe(self, "dropped", pages)
             for page in pages:
@@ -223,6 +225,10 @@ class PagePool:
         empty = [base for base, slab in self._slabs.items() if len(slab.free) == slab.num_pages]
         for base in empty[1:]:
             del self._slabs[base]
+
+
+def _without_holes(pages: Sequence[int]) -> Sequence[int]:
+    return [page for page in pages if page] if 0 in pages else pages
 
 
 @functools.cache
