@@ -76,31 +76,38 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class SinkAndRecent:
-    """Keep the first `sinks` and the last `recent` tokens, whole pages of them.
+    """Keep the first and the newest tokens, whole pages of them.
 
     Unlike in the paper, tokens keep their positions, so this does not take a model beyond the length that it knows.
     Source: StreamingLLM, arXiv:2309.17453.
 
     Args:
-        sinks, recent: Tokens.
+        sinks: The first tokens, which are kept.
+        recent: The newest tokens, which are kept; or
+        share: so many of these that this share of a sequence's complete pages is kept, in (0, 1].
         decodes, windowed: See `Policy`.
     Raises:
-        InvalidOption: a number is negative.
+        InvalidOption: not exactly one of recent and share is given, or a number is out of range.
     """
 
     sinks: int = 4
-    recent: int = 1024
+    recent: int | None = None
+    share: float | None = None
     decodes: bool = True
     windowed: bool = False
     observes: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
-        for name in ("sinks", "recent"):
-            _at_least(self, name, 0)
+        _at_least(self, "sinks", 0)
+        _check_amount(self, "recent", "share")
 
     def choose(self, pages: Pages) -> Tensor:
-        """Pages wholly between the sinks and the newest tokens, bool [batch, pages]."""
+        """Pages between the sinks and the newest tokens, bool [batch, pages]."""
         first = torch.arange(pages.exists.shape[1]) * pages.page_size
+        if self.share is not None:
+            order = torch.where(first < self.sinks, math.inf, first)
+            return lowest_pages(order.expand(pages.exists.shape), pages, 0, self.share, None)
+        assert self.recent is not None
         between = (first >= self.sinks) & (first + pages.page_size <= pages.tokens - self.recent)
         return between.expand_as(pages.exists)
 
@@ -247,9 +254,10 @@ def _check_amount(policy: Any, *names: str) -> None:
     if len(given) != 1:
         raise InvalidOption(f"{kind} takes exactly one of {', '.join(names)}, got {given or 'none'}.")
     ((name, value),) = given.items()
-    if name == "budget":
-        _at_least(policy, name, 1)
+    if name in ("budget", "recent"):
+        _at_least(policy, name, int(name == "budget"))
     elif not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
         raise InvalidOption(f"{kind}: {name} must be in (0, 1], got {value!r}.")
-    _at_least(policy, "recent", 0)
-    _at_least(policy, "observes", 1)
+    if "recent" not in names:
+        _at_least(policy, "recent", 0)
+        _at_least(policy, "observes", 1)

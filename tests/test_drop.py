@@ -254,6 +254,7 @@ def test_what_policies_choose():
 
     assert kept(SinkAndRecent(sinks=5, recent=9)) == [0, 1, 8, 9]
     assert kept(SinkAndRecent(sinks=0, recent=0)) == []
+    assert kept(SinkAndRecent(sinks=5, share=0.4)) == [0, 1, 8, 9]
     assert kept(AttentionMass(share=0.8, recent=2)) == [0, 2, 3, 4, 6, 7, 8, 9]
     assert kept(AttentionMass(budget=14, recent=2)) == [4, 7, 9]
     assert kept(AttentionMass(budget=13, recent=3)) == [4, 9]
@@ -409,6 +410,7 @@ MISTAKES = [
     (lambda: AttentionMass(threshold=2), r"threshold must be in \(0, 1\], got 2"),
     (lambda: AttentionMass(budget=0), "budget must be an int of at least 1, got 0"),
     (lambda: AttentionMass(share=0.5, observes=0), "observes must be an int of at least 1, got 0"),
+    (lambda: SinkAndRecent(), "SinkAndRecent takes exactly one of recent, share, got none"),
     (lambda: SinkAndRecent(recent=-1), "recent must be an int of at least 0, got -1"),
 ]
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gemkv_compile.errors import GemkvError
+from gemkv_compile.fidelity.drops import holes_of
 from gemkv_compile.fidelity.formats import Format
 
 NAME = "gemkv_fidelity"
@@ -57,12 +58,18 @@ def window_attention(form: Format, prompt: int) -> Callable[..., tuple[Tensor, N
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **options: Any
     ) -> tuple[Tensor, None]:
         _check(query, key, attention_mask, options)
-        keys, values, done, parts = key.clone(), value.clone(), 0, []
-        for first, end, stored in runs(query.shape[2], prompt, form.group):
-            for rows, store in zip((keys, values), form.stores, strict=True):
-                rows[:, :, done:stored] = store(rows[:, :, done:stored])
-            done = max(done, stored)
-            seen = attention_mask[:, :, first:end, :end]
+        keys, values, done, parts = key.clone(), value.clone(), 0, list[Tensor]()
+        holes = holes_of(form.drop, module, query, attention_mask, options)
+        for first, end, stored in holes.split(runs(query.shape[2], prompt, form.group)):
+            before = min(stored, first // form.group * form.group)
+            for until in (before, stored):
+                if until > done:
+                    for rows, store in zip((keys, values), form.stores, strict=True):
+                        rows[:, :, done:until] = store(rows[:, :, done:until])
+                    done = until
+                if until == before:  # the policy sees what is stored before this run
+                    holes.ask(first, prompt, keys)
+            seen = holes.seen(first, end)
             low = int(seen.any(2).any(1).any(0).to(torch.uint8).argmax())  # a windowed layer's reads start later
             some = slice(low, end)
             out = _attend(query[:, :, first:end], keys[:, :, some], values[:, :, some], seen[..., low:], form, options)

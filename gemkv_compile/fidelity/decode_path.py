@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gemkv_compile.fidelity.attention import attention_named
-from gemkv_compile.fidelity.formats import TESTED, Format
+from gemkv_compile.fidelity.formats import Format
 
 Logits = dict[str, Tensor]
 """By format: logits of successive queries, [batch, queries, vocabulary], in the model's dtype."""
@@ -24,7 +24,7 @@ class DecodePath:
 
     Args:
         model: A causal language model of Transformers, in eval mode.
-        formats: What to run; names in `TESTED` run compiled.
+        formats: What to run; formats of the product run compiled.
     Raises (when called):
         StrictError: the backend keeps an attention of this model.
     """
@@ -49,8 +49,9 @@ class DecodePath:
         }
 
     def _call(self, form: Format) -> Callable[..., Any]:
-        if form.name in TESTED:
-            return torch.compile(self.model, backend="gemkv", options={"kv_format": form.name, "strict": True})
+        if form.kv_format:
+            options = {"kv_format": form.kv_format, "drop": form.drop, "strict": True}
+            return torch.compile(self.model, backend="gemkv", options=options)
         return _written_out(self.model) if form.written_out else self.model
 
 

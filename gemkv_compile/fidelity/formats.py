@@ -9,12 +9,14 @@ whose sums are rounded in another order. The formats under test are the product'
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from gemkv_compile.drop import Policy
 from gemkv_compile.errors import InvalidOption
+from gemkv_compile.fidelity.drops import policy_named
 from gemkv_compile.kernels.layout import CODE_BITS, KV_FORMATS, PageLayout
 from gemkv_compile.kernels.memory import pack_groups, read_groups
 from gemkv_compile.options import Options
@@ -33,6 +35,8 @@ class Format:
         store: Maps keys [..., n * group, head_dim] to what reading them back gives, same shape and dtype.
         store_values: The same for values; None: as keys.
         written_out: Attention is matmul, softmax, matmul instead of the fused operator.
+        kv_format: The product's format that this is, or "" for one that the product does not have.
+        drop: A policy that drops pages of the cache, or None.
     """
 
     name: str
@@ -40,6 +44,8 @@ class Format:
     store: Callable[[Tensor], Tensor]
     store_values: Callable[[Tensor], Tensor] | None = None
     written_out: bool = False
+    kv_format: str = ""
+    drop: Policy | None = None
 
     @property
     def stores(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
@@ -65,11 +71,11 @@ def paged(name: str) -> Format:
         groups = rows.unflatten(-2, (-1, GROUP))
         return read_groups(pack_groups(groups, groups, layout), layout)[which].to(rows.dtype)
 
-    return Format(name, GROUP, lambda keys: store(keys, 0), lambda values: store(values, 1))
+    return Format(name, GROUP, lambda keys: store(keys, 0), lambda values: store(values, 1), kv_format=name)
 
 
 # "model" keeps the others' groups, so that in the parallel path it runs through the same steps and must change nothing.
-TESTED = {"model": Format("model", GROUP, as_is)} | {name: paged(name) for name in CODE_BITS}
+TESTED = {"model": Format("model", GROUP, as_is, kv_format="model")} | {name: paged(name) for name in CODE_BITS}
 REFERENCE_FORMAT = Format(REFERENCE, 1, as_is)
 
 
@@ -80,13 +86,22 @@ def noise_floor(dtype: torch.dtype) -> Format:
     return Format("other sum order", 1, as_is, written_out=True)
 
 
-def formats_of_run(tested: Sequence[str], dtype: torch.dtype) -> tuple[Format, ...]:
+def formats_of_run(
+    tested: Sequence[str], dtype: torch.dtype, drops: Sequence[str] = (), keep: float = 1.0
+) -> tuple[Format, ...]:
     """Reference, noise floor and the named formats, in this order.
 
+    Args:
+        drops: Names of policies; each format is followed by what it is with each of them.
+        keep: The share of a prompt's complete pages that they keep.
     Raises:
-        InvalidOption: a name is no format of this version.
+        InvalidOption: a name is no format or policy of this version, or the share is out of range.
     """
     for name in tested:
         if name not in TESTED:
             raise InvalidOption(f"--formats takes {', '.join(KV_FORMATS)}, got {name!r}.")
-    return REFERENCE_FORMAT, noise_floor(dtype), *(TESTED[name] for name in dict.fromkeys(tested))
+    policies = [(name, policy_named(name, keep)) for name in dict.fromkeys(drops)]
+    forms: list[Format] = []
+    for form in (TESTED[name] for name in dict.fromkeys(tested)):
+        forms += [form, *(replace(form, name=f"{form.name}, {name}", drop=policy) for name, policy in policies)]
+    return REFERENCE_FORMAT, noise_floor(dtype), *forms
