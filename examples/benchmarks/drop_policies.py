@@ -6,8 +6,7 @@
 Keys and values are exact, so all that differs is what was dropped: after each prompt, `--keep` of its complete pages of
 64 tokens stay, and everything after it. Every token after the prompt is scored as while decoding (`gemkv eval --path
 parallel`) against the same model with nothing dropped. Needles are in the prompt, and asked for after it: a policy that
-looks at the last queries of the prompt has not seen the questions. Random pages are drawn with several seeds, apart from
-each other in the results.
+looks at the last queries of the prompt has not seen the questions. Each seed draws other random pages.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import torch
 from harness import save
 
 from gemkv_compile.cli.models import named_model
-from gemkv_compile.drop import AttentionMass
 from gemkv_compile.fidelity import measure, needle, text
 from gemkv_compile.fidelity.drops import POLICIES, Random
 from gemkv_compile.fidelity.formats import REFERENCE, REFERENCE_FORMAT, TESTED, Format
@@ -29,12 +27,11 @@ from gemkv_compile.fidelity.parallel_path import ParallelPath
 from gemkv_compile.fidelity.result import rows_of
 
 
-def forms(keep: float, seeds: int, wide: int) -> list[Format]:
-    """The policies, all after the prompt only."""
+def forms(keep: float, seeds: int) -> list[Format]:
+    """The policies, all after the prompt only. The first page draws much attention: some random draws keep it."""
     policies = {name: make(keep) for name, make in POLICIES.items() if name != "random"}
-    if wide:
-        policies[f"attention_mass, {wide} queries"] = AttentionMass(share=keep, observes=wide, decodes=False)
     policies |= {f"random, seed {seed}": Random(keep, seed) for seed in range(seeds)}
+    policies |= {f"random, first page kept, seed {seed}": Random(keep, seed, sinks=4) for seed in range(seeds)}
     return [replace(TESTED["model"], name=name, drop=policy) for name, policy in policies.items()]
 
 
@@ -44,7 +41,7 @@ def measured(given: argparse.Namespace) -> list[dict[str, Any]]:
     words, begin = text.tokens_of(text.read_text(None), tokenizer)
     windows = text.cut_windows(words[: given.tokens + 1 - len(begin)], begin, given.window)
     batches = list(text.batches(*windows, [given.prompt], 1))
-    path = ParallelPath(model.to(given.device), (REFERENCE_FORMAT, *forms(given.keep, given.seeds, given.wide)))
+    path = ParallelPath(model.to(given.device), (REFERENCE_FORMAT, *forms(given.keep, given.seeds)))
     contexts = list(needle.contexts(words, begin, tokenizer, given.prompt, given.needles, 0)) if given.needles else []
     began = time.monotonic()
 
@@ -75,7 +72,6 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1280, help="tokens of its prompt, and about those of needles")
     parser.add_argument("--keep", type=float, default=0.7, help="share of complete pages that stay")
     parser.add_argument("--seeds", type=int, default=2, help="draws of random pages")
-    parser.add_argument("--wide", type=int, default=0, help="one more attention_mass that observes this many queries")
     parser.add_argument("--needles", type=int, default=4, help="at each depth; 0: none")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--save-as", default="drop_policies")

@@ -26,7 +26,7 @@ def evaluate(console: Console, arguments: argparse.Namespace) -> int:
     if arguments.plots:
         pyplot()  # not after an hour
     dtype = getattr(torch, arguments.dtype)
-    formats = formats_of_run(arguments.formats, dtype)
+    formats = formats_of_run(arguments.formats, dtype, arguments.drop, arguments.keep)
     with console.status(f"loading {arguments.model}"):
         model, tokenizer, title = named_model(arguments.model, dtype)
         model = model.to(_device(arguments.device))
@@ -100,7 +100,7 @@ def _about(title: str, way: str, formats: Any, arguments: argparse.Namespace) ->
     import transformers
 
     device = torch.device(arguments.device)
-    kept = ("tokens", "windows", "prompts", "every_prompt", "seed", "dtype", "lengths")
+    kept = ("tokens", "windows", "prompts", "every_prompt", "seed", "dtype", "lengths", "drop", "keep")
     return {
         "model": title,
         "path": way,

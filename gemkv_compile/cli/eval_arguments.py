@@ -19,6 +19,17 @@ def add_eval(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--formats", type=_names, default=["model", "int8"], help="of int8, k8v4, int4, model (default model,int8)"
     )
+    parser.add_argument(
+        "--drop",
+        type=_names,
+        default=[],
+        metavar="POLICIES",
+        help="run each format with these policies too: sink_and_recent, attention_mass, snapkv, random; all drop once, "
+        "after the prompt",
+    )
+    parser.add_argument(
+        "--keep", type=float, default=0.7, metavar="SHARE", help="share of a prompt's pages that policies keep (0.7)"
+    )
     _add_amounts(parser)
     parser.add_argument("--needles", type=int, default=8, help="needles at each depth and length (default 8; 0: none)")
     parser.add_argument("--lengths", type=_counts, default=[512, 1024, 2048], help="contexts of needles, in tokens")

@@ -23,11 +23,13 @@ class Random:
         share: In (0, 1].
         seed: Of the draws; equal seeds draw the same pages for each sequence of a batch.
         recent: The newest tokens, which are never dropped.
+        sinks: The first tokens, whose pages are dropped last.
     """
 
     share: float
     seed: int = 0
     recent: int = 64
+    sinks: int = 0
     decodes: bool = False
     windowed: bool = False
     observes: ClassVar[int] = 0
@@ -35,8 +37,9 @@ class Random:
     def choose(self, pages: Pages) -> Tensor:
         """The pages that are not drawn, bool [batch, pages]."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + pages.layer * 1009 + pages.tokens)
-        scores = torch.rand(pages.exists.shape[1], generator=generator).expand(pages.exists.shape)
-        return lowest_pages(scores, pages, self.recent, self.share, None)
+        scores = torch.rand(pages.exists.shape[1], generator=generator)
+        scores[: -(-self.sinks // pages.page_size)] = 1.0
+        return lowest_pages(scores.expand(pages.exists.shape), pages, self.recent, self.share, None)
 
 
 POLICIES: dict[str, Callable[[float], Policy]] = {
