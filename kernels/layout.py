@@ -18,6 +18,11 @@ nibbles of a loaded tile are the two halves of the channels of the same tokens: 
 per half of q, and P @ V is two products with the same weights, without any exchange between threads. Packing tokens
 instead would split the softmax.
 
+6-bit keys are rows of 3 head_dim / 4 bytes: the upper four bits of each code as above, then head_dim / 4 bytes with the
+lower two bits, those of channel d + i * head_dim / 4 in bits 2 i and 2 i + 1 of byte d. So the bytes d,
+d + head_dim / 4 and d + head_dim / 2 of a row hold the codes of the same four channels, one in each quarter: four
+products.
+
 Every part of a group starts at a multiple of 16 bytes for every head_dim and group_size that is a multiple of 16; with
 group_size 64 each group is one contiguous tile whose size is a multiple of 128.
 """
@@ -34,7 +39,7 @@ from gemkv_compile.errors import InvalidOption, UnsupportedDtype, UnsupportedHea
 FORMAT_VERSION = 1
 """Changes whenever the meaning of a byte in a page changes; part of every operator call, hence of every cache key."""
 
-CODE_BITS = {"int8": (8, 8), "k8v4": (8, 4), "int4": (4, 4)}
+CODE_BITS = {"int8": (8, 8), "k8v4": (8, 4), "k6v4": (6, 4), "int4": (4, 4)}
 """Bits of a key's and of a value's code, by quantised format."""
 
 KV_FORMATS = (*CODE_BITS, "model")
@@ -85,7 +90,7 @@ class PageLayout:
 
     @property
     def element_dtype(self) -> torch.dtype:
-        """Dtype of the stored K and V elements; 4-bit codes are int8, two in one."""
+        """Dtype of the stored K and V elements; smaller codes are int8, packed."""
         return torch.int8 if self.is_quantised else self.model_dtype
 
     @property

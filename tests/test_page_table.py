@@ -377,7 +377,7 @@ def test_an_edited_handle_lets_go_of_the_pages_it_stood_for():
     torch.testing.assert_close(edited.materialise(), 2 * dense_rows(1, 300)[0])
 
 
-@pytest.mark.parametrize("kv_format, steps", [("int8", 254), ("k8v4", 254), ("int4", 14)])
+@pytest.mark.parametrize("kv_format, steps", [("int8", 254), ("k8v4", 254), ("k6v4", 62), ("int4", 14)])
 def test_rows_are_rounded_once_when_their_group_completes(kv_format, steps):
     keys, values = dense_rows(1, 200)
     table = import_dense(PagePool(layout_of(kv_format), CPU), keys[:, :, :63], values[:, :, :63])

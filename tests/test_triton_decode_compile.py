@@ -10,13 +10,15 @@ from triton.compiler import ASTSource
 
 from gemkv_compile.kernels.append_kv import kernel as append
 from gemkv_compile.kernels.attend_pages import kernel as attend
+from gemkv_compile.kernels.attend_pages.kernel_sizes import SMALL_BUFFERS
 from gemkv_compile.kernels.layout import PageLayout
 
 HEADS, GROUPS = 4, 2
 SPILLS = {(128, "int8"): 8, (512, "int8"): 64, (512, "int4"): 224}  # bytes a thread
 SOME = [(86, 256, "int8"), (86, 512, "int8"), (90, 128, "int8"), (90, 512, "int8"), (100, 256, "int8")]
-SOME += [(90, 256, "k8v4")]
+SOME += [(90, 256, "k8v4"), (90, 256, "k6v4")]
 LATER = [(80, 128, "int4"), (90, 512, "int4"), (100, 256, "int4")]
+LATER += [(80, 128, "k6v4"), (90, 512, "k6v4"), (100, 256, "k6v4")]
 SOME += [pytest.param(*case, marks=pytest.mark.slow) for case in LATER]
 
 
@@ -59,7 +61,9 @@ def test_attention_fits_a_device_and_copies_ahead(arch, head_dim, kv_format, tmp
     absent = [name for name in attend.attend_split.arg_names if name.startswith(("padding", "mask"))]
     constants = sizes(layout) | dict.fromkeys(absent) | {"GROUPS": GROUPS, "TILE": tile, "q_dim": 1}
     constants |= {"HAS_CAP": False, "HAS_WINDOW": False, "D_PADDED": head_dim, "GROUPS_PADDED": 8}
-    constants |= {"HALF_PADDED": attend.half_padded(head_dim)}
+    constants |= {
+        f"{name}_PADDED": attend.part_padded(head_dim, parts) for name, parts in (("HALF", 2), ("QUARTER", 4))
+    }
     pointers = {"q": "*bf16", "page_table": "*i64", "seq_lens": "*i32", "starts": "*i32", "tail": "*bf16"}
     pointers |= {"sums": "*fp32", "peaks": "*fp32"}
     stages = attend.stages(attend.step_bytes(tile, head_dim, layout.k_bits + layout.v_bits), SHARED[arch])
@@ -72,7 +76,7 @@ def test_attention_fits_a_device_and_copies_ahead(arch, head_dim, kv_format, tmp
 
 
 @pytest.mark.parametrize("shared", sorted(set(SHARED.values())))
-@pytest.mark.parametrize("bits", [8, 12, 16, 32, 64])  # of a key and a value together
+@pytest.mark.parametrize("bits", [8, 10, 12, 16, 32, 64])  # of a key and a value together
 def test_tile_sizes(shared, bits):
     """Keys and values in flight, queries and weights fit any device, at every head size."""
     for head_dim in range(16, 513, 16):
@@ -82,7 +86,7 @@ def test_tile_sizes(shared, bits):
         assert step >= tile * dim * bits // 8
         stages = attend.stages(step, shared)
         assert 16 <= tile <= 64 and 1 <= stages <= 3
-        assert (stages - 1) * step + attend.SMALL_BUFFERS <= shared
+        assert (stages - 1) * step + SMALL_BUFFERS <= shared
 
 
 @pytest.mark.skipif(interpreted.ON, reason="kernels are interpreted here")
@@ -94,6 +98,7 @@ def test_tile_sizes(shared, bits):
         (100, 128, "int8"),
         (80, 256, "int4"),
         (90, 512, "k8v4"),
+        (90, 256, "k6v4"),
         (100, 128, "int4"),
     ],
 )

@@ -7,7 +7,8 @@ import pytest
 import torch
 from triton_devices import DEVICES, FORMATS, close_enough, to_device
 
-from gemkv_compile.kernels.attend_pages.kernel import MAX_SPLITS, attend_pages_triton, num_splits
+from gemkv_compile.kernels.attend_pages.kernel import attend_pages_triton
+from gemkv_compile.kernels.attend_pages.kernel_sizes import MAX_SPLITS, num_splits
 from gemkv_compile.kernels.layout import KV_FORMATS
 
 LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 200)

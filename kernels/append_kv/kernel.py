@@ -1,6 +1,7 @@
 """Appending to pages in Triton: one launch for a decode step, with the commit of a full group inside.
 
-A block of 4-bit codes is two half blocks of channels, d and d + D / 2, that share bytes.
+A block of 4-bit codes is two half blocks of channels, d and d + D / 2, that share bytes; one of 6-bit codes is four
+quarter blocks, D / 4 apart.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -15,6 +16,7 @@ from torch import Tensor
 from gemkv_compile.errors import InvalidOption
 from gemkv_compile.kernels.append_kv.kernel_quantise import (
     LARGEST_OF_4,
+    LARGEST_OF_6,
     LARGEST_OF_8,
     load_tokens,
     quantise_channels,
@@ -192,11 +194,12 @@ def _fill_tail(
 
 @triton.jit
 def _channels(first, BITS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The channels of the block at `first`, [BLOCK_D]; D where there is none. With 4 bits, those of two half blocks."""
+    """The channels of the block at `first`, [BLOCK_D]; D where there is none. See the head of this file."""
     place = tl.arange(0, BLOCK_D)
-    if BITS == 4:
-        pair = first // 2 + place % (BLOCK_D // 2)
-        dim = tl.where(pair < D // 2, pair + place // (BLOCK_D // 2) * (D // 2), D)
+    if BITS == 4 or BITS == 6:
+        PARTS: tl.constexpr = 2 if BITS == 4 else 4
+        one = first // PARTS + place % (BLOCK_D // PARTS)
+        dim = tl.where(one < D // PARTS, one + place // (BLOCK_D // PARTS) * (D // PARTS), D)
     else:
         dim = first + place
     return dim
@@ -212,6 +215,21 @@ def _commit(
 
     The channels are those of `_channels`, the group that of `load_tokens`; norms: its `token_norms`, if it has some.
     """
+    if BITS == 6:
+        _commit_quarters(tail, new, token_stride, dim_stride, step, fill, total, first, block,
+                         D, GROUP, K_BYTES, V_BYTES, BLOCK_D)  # fmt: skip
+    else:
+        _commit_halves(tail, new, token_stride, dim_stride, step, fill, total, norms, first, block, IS_VALUE,
+                       BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
+
+
+@triton.jit
+def _commit_halves(
+    tail, new, token_stride, dim_stride, step, fill, total, norms, first, block, IS_VALUE: tl.constexpr,
+    BITS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr,
+    QUANTISED: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`_commit` for numbers of 4 or 8 bits and of the model."""
     scales = (block + K_BYTES + V_BYTES).to(tl.pointer_type(tl.float16)) + (2 * D if IS_VALUE else 0)
     WIDTH: tl.constexpr = D // 2 if BITS == 4 else D
     token = tl.arange(0, GROUP)
@@ -236,3 +254,26 @@ def _commit(
     place = dim[None, :] * GROUP + token[:, None] if IS_VALUE else token[:, None] * WIDTH + dim[None, :]
     plane = block + K_BYTES if IS_VALUE else block
     tl.store(plane.to(tl.pointer_type(x.dtype)) + place, x, mask=(dim < WIDTH)[None, :])
+
+
+@triton.jit
+def _commit_quarters(
+    tail, new, token_stride, dim_stride, step, fill, total, first, block, D: tl.constexpr, GROUP: tl.constexpr,
+    K_BYTES: tl.constexpr, V_BYTES: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`_commit` for keys of 6 bits."""
+    scales = (block + K_BYTES + V_BYTES).to(tl.pointer_type(tl.float16))
+    PART: tl.constexpr = D // 4
+    dim = first // 4 + tl.arange(0, BLOCK_D // 4)
+    inside = (dim < PART)[None, :]
+    row = block.to(tl.pointer_type(tl.int8)) + tl.arange(0, GROUP)[:, None] * (3 * PART) + dim[None, :]
+    rests = tl.zeros([GROUP, BLOCK_D // 4], tl.int8)
+    for half in tl.static_range(2):  # the quarters whose upper bits share a byte
+        at, after = half * PART, (half + 2) * PART
+        x = load_tokens(tail, new, token_stride, dim_stride, step, fill, total, dim + at, at + PART, D, GROUP)
+        low = quantise_channels(x, scales, dim + at, at + PART, D, LARGEST_OF_6)
+        x = load_tokens(tail, new, token_stride, dim_stride, step, fill, total, dim + after, after + PART, D, GROUP)
+        high = quantise_channels(x, scales, dim + after, after + PART, D, LARGEST_OF_6)
+        tl.store(row + at, ((low >> 2) & 15) | ((high >> 2) << 4), mask=inside)
+        rests = rests | ((low & 3) << (2 * half)) | ((high & 3) << (2 * half + 4))
+    tl.store(row + 2 * PART, rests, mask=inside)

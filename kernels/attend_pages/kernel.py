@@ -3,7 +3,8 @@
 A program takes a run of 64-token groups of one K/V head and leaves an unnormalised sum; a second launch combines them.
 With k = code * scale + zero per channel of a group, q . k = (q * scale) . code + q . zero, so codes go to the tensor
 cores as they are, and the same holds for the values; scales per token go into the weights. 4-bit codes come two in a
-byte: low and high nibbles are two tiles, the two halves of the channels (`kernels.layout`), with a product each.
+byte: low and high nibbles are two tiles, the two halves of the channels (`kernels.layout`), with a product each; keys
+of 6 bits are four tiles, the quarters of the channels.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -15,26 +16,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gemkv_compile.errors import InvalidOption
 from gemkv_compile.kernels.attend_pages.kernel_parts import (
     LOWEST,
     combine_splits,
     exact_dot,
     finish_scores,
     high_codes,
+    high_codes_of_6,
     is_seen,
     load_columns,
     load_plane,
     load_rows,
     low_codes,
+    low_codes_of_6,
     multiply_keys,
+)
+from gemkv_compile.kernels.attend_pages.kernel_sizes import (
+    device_limits,
+    num_splits,
+    part_padded,
+    stages,
+    step_bytes,
+    tile_tokens,
 )
 from gemkv_compile.kernels.layout import PageLayout
 from gemkv_compile.kernels.results import empty_results
-
-PROGRAMS_PER_SM = 12  # measured on an H200; 4 take 1.4 times as long at batch 8, 32K tokens
-MAX_SPLITS = 128
-SMALL_BUFFERS = 12 * 1024  # shared memory for queries and weights
 
 
 def attend_pages_triton(
@@ -61,7 +67,7 @@ def attend_pages_triton(
     if not q.numel():
         return out, lse
     groups = num_q_heads // heads
-    multiprocessors, shared_bytes = _device_limits(q.device)
+    multiprocessors, shared_bytes = device_limits(q.device)
     splits = num_splits(batch * heads, page_table.shape[1] * layout.groups_per_page, multiprocessors)
     tile = tile_tokens(dim, q.element_size(), layout.group_size)
     sums = torch.empty((batch, num_q_heads, splits, dim), dtype=torch.float32, device=q.device)
@@ -79,8 +85,8 @@ def attend_pages_triton(
             GROUPS_PER_PAGE=layout.groups_per_page, K_BITS=layout.k_bits, V_BITS=layout.v_bits, K_BYTES=layout.k_bytes,
             V_BYTES=layout.v_bytes, GROUP_BYTES=layout.group_bytes, QUANTISED=layout.is_quantised,
             HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, D_PADDED=triton.next_power_of_2(dim),
-            HALF_PADDED=half_padded(dim), GROUPS_PADDED=max(8, triton.next_power_of_2(groups)),
-            num_warps=4 if dim <= 256 else 8,
+            HALF_PADDED=part_padded(dim, 2), QUARTER_PADDED=part_padded(dim, 4),
+            GROUPS_PADDED=max(8, triton.next_power_of_2(groups)), num_warps=4 if dim <= 256 else 8,
             num_stages=stages(step_bytes(tile, dim, layout.k_bits + layout.v_bits), shared_bytes),
         )  # fmt: skip
         combine_splits[(num_q_heads, batch)](
@@ -88,58 +94,6 @@ def attend_pages_triton(
             D=dim, D_PADDED=triton.next_power_of_2(dim), SPLITS_PADDED=triton.next_power_of_2(splits), num_warps=4,
         )  # fmt: skip
     return out, lse
-
-
-def num_splits(rows: int, groups: int, multiprocessors: int) -> int:
-    """Programs that share the keys of one sequence and head.
-
-    Args:
-        rows: Sequences times K/V heads.
-        groups: 64-token groups that the page table has room for.
-    """
-    wanted = -(-PROGRAMS_PER_SM * multiprocessors // rows)
-    return max(1, min(wanted, groups, MAX_SPLITS))
-
-
-def tile_tokens(head_dim: int, element_bytes: int, group_size: int) -> int:
-    """Tokens of a step: a whole group, or a part of it whose keys take 64 KB at most in the model's dtype.
-
-    Raises:
-        InvalidOption: the group is no multiple of 16.
-    """
-    if group_size % 16:
-        raise InvalidOption(f"group_size must be a multiple of 16 on a GPU, got {group_size}. Use the default, 64.")
-    rows = 65536 // (triton.next_power_of_2(head_dim) * element_bytes)
-    return max(16, min(group_size & -group_size, rows))
-
-
-def half_padded(head_dim: int) -> int:
-    """Rows of a tile that holds half of the channels: a power of two, and what a tensor core multiplies at least."""
-    return max(16, triton.next_power_of_2(head_dim) // 2)
-
-
-def step_bytes(tile: int, head_dim: int, bits: int) -> int:
-    """Bytes of the keys and values of a step of `tile` tokens, rows padded; bits of a number of both together."""
-    return tile * triton.next_power_of_2(head_dim) * bits // 8
-
-
-def stages(step_bytes: int, shared_bytes: int) -> int:
-    """Pipeline stages: 3 if the keys and values of two steps fit into shared memory, 2 for one, 1 for none.
-
-    Args:
-        step_bytes: Keys and values of a step, as the function of that name gives them.
-        shared_bytes: What one program may take.
-    """
-    room = (shared_bytes - SMALL_BUFFERS) // step_bytes
-    return max(1, min(3, room + 1))
-
-
-def _device_limits(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors, and bytes of shared memory that one program may take."""
-    if device.type != "cuda":
-        return 2, 100 * 1024
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
 @triton.jit
@@ -151,16 +105,18 @@ def attend_split(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
     GROUPS_PER_PAGE: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_BYTES: tl.constexpr,
     V_BYTES: tl.constexpr, GROUP_BYTES: tl.constexpr, QUANTISED: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, D_PADDED: tl.constexpr, HALF_PADDED: tl.constexpr, GROUPS_PADDED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, D_PADDED: tl.constexpr, HALF_PADDED: tl.constexpr, QUARTER_PADDED: tl.constexpr,
+    GROUPS_PADDED: tl.constexpr,
 ):  # fmt: skip
     """One share of one K/V head's keys: sums [D, query heads], the largest score and the sum of weights of each."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     splits = tl.num_programs(0)
-    # Keys and values of 4 bits are tiles of half the channels; the other half is HALF further on.
+    # Keys and values of 4 bits are tiles of half the channels; the other half is HALF further on. Keys of 6: quarters.
     HALF: tl.constexpr = D // 2
-    K_DIM: tl.constexpr = HALF if K_BITS == 4 else D
+    QUARTER: tl.constexpr = D // 4
+    K_DIM: tl.constexpr = HALF if K_BITS == 4 else QUARTER if K_BITS == 6 else D
     V_DIM: tl.constexpr = HALF if V_BITS == 4 else D
-    K_PADDED: tl.constexpr = HALF_PADDED if K_BITS == 4 else D_PADDED
+    K_PADDED: tl.constexpr = HALF_PADDED if K_BITS == 4 else QUARTER_PADDED if K_BITS == 6 else D_PADDED
     V_PADDED: tl.constexpr = HALF_PADDED if V_BITS == 4 else D_PADDED
     SCALES: tl.constexpr = K_BYTES + V_BYTES
     k_dim, v_dim = tl.arange(0, K_PADDED), tl.arange(0, V_PADDED)
@@ -178,8 +134,11 @@ def attend_split(
     inside = (member[None, :] < GROUPS) & (k_dim[:, None] < K_DIM)
     q += row * q_batch + q_heads[None, :] * q_head + k_dim[:, None] * q_dim
     query = tl.load(q, mask=inside, other=0.0)
-    if K_BITS == 4:
+    if K_BITS == 4 or K_BITS == 6:
         query_high = tl.load(q + HALF * q_dim, mask=inside, other=0.0)
+    if K_BITS == 6:
+        query_second = tl.load(q + QUARTER * q_dim, mask=inside, other=0.0)
+        query_fourth = tl.load(q + (HALF + QUARTER) * q_dim, mask=inside, other=0.0)
 
     # The groups of this program. A page that a later one has taken the column of is gone.
     last = length // GROUP
@@ -209,7 +168,7 @@ def attend_split(
         block = address + (head * GROUPS_PER_PAGE + group % GROUPS_PER_PAGE).to(tl.int64) * GROUP_BYTES
         block = tl.where(exists, block, elsewhere)
         if QUANTISED:
-            keys = load_rows(block, 0, tl.int8, token, k_dim, K_DIM, K_PADDED)
+            keys = load_rows(block, 0, tl.int8, token, k_dim, K_DIM, K_BITS * D // 8, K_PADDED)
             values = load_columns(block, K_BYTES, tl.int8, token, v_dim, V_DIM, V_PADDED, GROUP)
             # Groups that nobody sees may hold NaN, and a weight of 0 does not silence one.
             alive = tl.max(seen.to(tl.int32), 0) != 0
@@ -222,15 +181,27 @@ def attend_split(
                 norms_high = load_plane(block, SCALES + 6 * D + 2 * GROUP, token, alive, GROUP, GROUP)
             else:
                 v_zero = load_plane(block, SCALES + 6 * D, v_dim, alive, V_DIM, V_PADDED)
-            if K_BITS == 4:
+            if K_BITS == 4 or K_BITS == 6:
                 scale_high = load_plane(block, SCALES + D, k_dim, alive, K_DIM, K_PADDED)
                 zero_high = load_plane(block, SCALES + 3 * D, k_dim, alive, K_DIM, K_PADDED)
+            if K_BITS == 6:
+                others = load_rows(block, QUARTER, tl.int8, token, k_dim, K_DIM, K_BITS * D // 8, K_PADDED)
+                rests = load_rows(block, HALF, tl.int8, token, k_dim, K_DIM, K_BITS * D // 8, K_PADDED)
+                product = multiply_keys(low_codes_of_6(keys, rests, 0), query, k_scale, k_zero)
+                product += multiply_keys(high_codes_of_6(keys, rests, 4), query_high, scale_high, zero_high)
+                scale_high = load_plane(block, SCALES + 2 * QUARTER, k_dim, alive, K_DIM, K_PADDED)
+                zero_high = load_plane(block, SCALES + 2 * (D + QUARTER), k_dim, alive, K_DIM, K_PADDED)
+                product += multiply_keys(low_codes_of_6(others, rests, 2), query_second, scale_high, zero_high)
+                scale_high = load_plane(block, SCALES + 6 * QUARTER, k_dim, alive, K_DIM, K_PADDED)
+                zero_high = load_plane(block, SCALES + 2 * (D + 3 * QUARTER), k_dim, alive, K_DIM, K_PADDED)
+                product += multiply_keys(high_codes_of_6(others, rests, 6), query_fourth, scale_high, zero_high)
+            elif K_BITS == 4:
                 product = multiply_keys(low_codes(keys), query, k_scale, k_zero)
                 product += multiply_keys(high_codes(keys), query_high, scale_high, zero_high)
             else:
                 product = multiply_keys(keys, query, k_scale, k_zero)
         else:
-            keys = load_rows(block, 0, query.dtype, token, k_dim, D, D_PADDED)
+            keys = load_rows(block, 0, query.dtype, token, k_dim, D, D, D_PADDED)
             values = load_columns(block, K_BYTES, query.dtype, token, v_dim, D, D_PADDED, GROUP)
             values = tl.where(seen[None, :], values, tl.zeros_like(values))
             product = exact_dot(keys, query)
@@ -264,8 +235,12 @@ def attend_split(
         rows = tail + (head * GROUP + token[:, None]) * D
         shown = (k_dim[None, :] < K_DIM) & seen[:, None]
         product = exact_dot(tl.load(rows + k_dim[None, :], mask=shown, other=0.0), query)
-        if K_BITS == 4:
+        if K_BITS == 4 or K_BITS == 6:
             product += exact_dot(tl.load(rows + HALF + k_dim[None, :], mask=shown, other=0.0), query_high)
+        if K_BITS == 6:
+            product += exact_dot(tl.load(rows + QUARTER + k_dim[None, :], mask=shown, other=0.0), query_second)
+            rest = rows + (HALF + QUARTER) + k_dim[None, :]
+            product += exact_dot(tl.load(rest, mask=shown, other=0.0), query_fourth)
         scores = finish_scores(product, seen, position, length, member, mask, mask_token, mask_len, scale, softcap,
                          GROUPS, HAS_CAP)  # fmt: skip
         new_peak = tl.maximum(peak, tl.max(scores, 0))

@@ -13,9 +13,12 @@ LOWEST = tl.constexpr(-1.0e38)  # finite, so that the difference of two peaks is
 
 
 @triton.jit
-def load_rows(block, offset: tl.constexpr, dtype: tl.constexpr, token, dim, D: tl.constexpr, D_PADDED: tl.constexpr):
-    """Keys of a group, rows of D elements, [GROUP, D_PADDED]."""
-    place = tl.multiple_of((block + offset).to(tl.pointer_type(dtype)), 16) + token[:, None] * D + dim[None, :]
+def load_rows(
+    block, offset: tl.constexpr, dtype: tl.constexpr, token, dim,
+    D: tl.constexpr, STRIDE: tl.constexpr, D_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Keys of a group from the element `offset` of each row on, D of each row of STRIDE elements, [GROUP, D_PADDED]."""
+    place = tl.multiple_of(block.to(tl.pointer_type(dtype)), 16) + token[:, None] * STRIDE + (offset + dim[None, :])
     if D == D_PADDED:
         return tl.load(place)
     return tl.load(place, mask=dim[None, :] < D, other=0)
@@ -51,6 +54,18 @@ def low_codes(pairs):
 def high_codes(pairs):
     """The codes in the high nibbles of bytes, int8."""
     return pairs >> 4
+
+
+@triton.jit
+def low_codes_of_6(pairs, rests, SHIFT: tl.constexpr):
+    """Codes of 6 bits: the upper 4 are low nibbles of bytes, the lower 2 are SHIFT bits up in other bytes."""
+    return ((pairs << 4) >> 2) | ((rests >> SHIFT) & 3)
+
+
+@triton.jit
+def high_codes_of_6(pairs, rests, SHIFT: tl.constexpr):
+    """As `low_codes_of_6`, for high nibbles."""
+    return ((pairs >> 4) << 2) | ((rests >> SHIFT) & 3)
 
 
 @triton.jit

@@ -40,7 +40,7 @@ def strided(x):
     return view.copy_(x)
 
 
-BITS = {"int8": (8, 8), "k8v4": (8, 4), "int4": (4, 4)}  # of a key and of a value
+BITS = {"int8": (8, 8), "k8v4": (8, 4), "k6v4": (6, 4), "int4": (4, 4)}  # of a key and of a value
 
 
 def numpy_quantise(x, bits=8):

@@ -1,0 +1,64 @@
+"""How a launch of the decode kernel is cut: programs, tokens of a step, rows of a tile, pipeline stages."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from gemkv_compile.errors import InvalidOption
+
+PROGRAMS_PER_SM = 12  # measured on an H200; 4 take 1.4 times as long at batch 8, 32K tokens
+MAX_SPLITS = 128
+SMALL_BUFFERS = 12 * 1024  # shared memory for queries and weights
+
+
+def num_splits(rows: int, groups: int, multiprocessors: int) -> int:
+    """Programs that share the keys of one sequence and head.
+
+    Args:
+        rows: Sequences times K/V heads.
+        groups: 64-token groups that the page table has room for.
+    """
+    wanted = -(-PROGRAMS_PER_SM * multiprocessors // rows)
+    return max(1, min(wanted, groups, MAX_SPLITS))
+
+
+def tile_tokens(head_dim: int, element_bytes: int, group_size: int) -> int:
+    """Tokens of a step: a whole group, or a part of it whose keys take 64 KB at most in the model's dtype.
+
+    Raises:
+        InvalidOption: the group is no multiple of 16.
+    """
+    if group_size % 16:
+        raise InvalidOption(f"group_size must be a multiple of 16 on a GPU, got {group_size}. Use the default, 64.")
+    rows = 65536 // (triton.next_power_of_2(head_dim) * element_bytes)
+    return max(16, min(group_size & -group_size, rows))
+
+
+def part_padded(head_dim: int, parts: int) -> int:
+    """Rows of a tile with one of `parts` equal parts of the channels: a power of two that a tensor core multiplies."""
+    return max(16, triton.next_power_of_2(head_dim) // parts)
+
+
+def step_bytes(tile: int, head_dim: int, bits: int) -> int:
+    """Bytes of the keys and values of a step of `tile` tokens, rows padded; bits of a number of both together."""
+    return tile * triton.next_power_of_2(head_dim) * bits // 8
+
+
+def stages(step_bytes: int, shared_bytes: int) -> int:
+    """Pipeline stages: 3 if the keys and values of two steps fit into shared memory, 2 for one, 1 for none.
+
+    Args:
+        step_bytes: Keys and values of a step, as the function of that name gives them.
+        shared_bytes: What one program may take.
+    """
+    room = (shared_bytes - SMALL_BUFFERS) // step_bytes
+    return max(1, min(3, room + 1))
+
+
+def device_limits(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors, and bytes of shared memory that one program may take."""
+    if device.type != "cuda":
+        return 2, 100 * 1024
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
