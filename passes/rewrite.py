@@ -86,7 +86,7 @@ class _Builder:
                 "page_table": pages,
                 "seq_lens": torch.empty((batch,), dtype=torch.int32, device=device),
                 "starts": torch.empty((batch,), dtype=torch.int32, device=device),
-                "tail": torch.empty((batch, 2, heads, layout.group_size, dim), dtype=layout.model_dtype, device=device),
+                "tail": torch.empty((batch, 2, heads, layout.tail_rows, dim), dtype=layout.model_dtype, device=device),
             }
         return {field: self.add(f"{field}_{table}", values[field], State(table, field)) for field in STATE_FIELDS}
 

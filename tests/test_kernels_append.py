@@ -108,9 +108,11 @@ def test_one_by_one_equals_one_shot(kv_format, dtype):
     for t in range(83):
         one_by_one.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
     assert one_shot.seq_lens.tolist() == [83, 83]
-    assert torch.equal(one_shot.tail[:, :, :, :3], torch.stack((k, v), 1)[:, :, :, 80:])
+    at, both = one_shot.layout.tail_row(83), torch.stack((k, v), 1)
+    assert torch.equal(one_shot.tail[:, :, :, at : at + 3], both[:, :, :, 80:])
+    assert torch.equal(one_shot.tail[:, :, :, :at], both[:, :, :, :at])
     # Rows behind the newest token may hold anything.
-    one_shot.tail[:, :, :, 3:], one_by_one.tail[:, :, :, 3:] = 0, 0
+    one_shot.tail[:, :, :, at + 3 :], one_by_one.tail[:, :, :, at + 3 :] = 0, 0
     assert same_caches(one_shot, one_by_one)
 
 
@@ -122,7 +124,7 @@ def test_any_split_equals_one_shot(splits, kv_format_dtype):
     one_shot.append(k, v)
     for new_k, new_v in zip(k.split(splits, 2), v.split(splits, 2), strict=True):
         split.append(new_k, new_v)
-    rest = sum(splits) % 8
+    rest = one_shot.layout.tail_row(sum(splits)) + sum(splits) % 8
     one_shot.tail[:, :, :, rest:], split.tail[:, :, :, rest:] = 0, 0
     assert same_caches(one_shot, split)
 
@@ -227,7 +229,7 @@ def test_numbers_next_to_the_end_of_float16_stay_finite():
 @formats
 def test_pages_read_back(kv_format, dtype):
     cache = cases.PagedCache(1, 2, 32, 128, 32, kv_format, dtype).fill([256])
-    dense = cache.dense(0)
+    dense = cache.coded(0)
     for page in (0, 1):
         keys, values = read_page(int(cache.page_table[0, page]), cache.layout, CPU)
         expected = dense[:, :, page * 128 : page * 128 + 128].float()

@@ -27,6 +27,7 @@ def sizes(layout):
         "HEADS": HEADS,
         "D": layout.head_dim,
         "GROUP": layout.group_size,
+        "TAIL_ROWS": layout.tail_rows,
         "GROUPS_PER_PAGE": layout.groups_per_page,
         "K_BITS": layout.k_bits,
         "V_BITS": layout.v_bits,

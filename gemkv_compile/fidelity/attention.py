@@ -59,8 +59,10 @@ def window_attention(form: Format, prompt: int) -> Callable[..., tuple[Tensor, N
         _check(query, key, attention_mask, options)
         keys, values, done, parts = key.clone(), value.clone(), 0, []
         for first, end, stored in runs(query.shape[2], prompt, form.group):
-            for rows, store in zip((keys, values), form.stores, strict=True):
-                rows[:, :, done:stored] = store(rows[:, :, done:stored])
+            if stored > max(done, form.guard):
+                new = slice(max(done, form.guard), stored)
+                for rows, store in zip((keys, values), form.stores, strict=True):
+                    rows[:, :, new] = store(rows[:, :, new])
             done = max(done, stored)
             seen = attention_mask[:, :, first:end, :end]
             low = int(seen.any(2).any(1).any(0).to(torch.uint8).argmax())  # a windowed layer's reads start later

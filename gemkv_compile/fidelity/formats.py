@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gemkv_compile.errors import InvalidOption
-from gemkv_compile.kernels.layout import CODE_BITS, KV_FORMATS, PageLayout
+from gemkv_compile.kernels.layout import CODE_BITS, GUARDED, KV_FORMATS, PageLayout
 from gemkv_compile.kernels.memory import pack_groups, read_groups
 from gemkv_compile.options import Options
 
@@ -32,6 +32,7 @@ class Format:
         group: Tokens that are stored together, once the last of them is there; until then they are read exactly.
         store: Maps keys [..., n * group, head_dim] to what reading them back gives, same shape and dtype.
         store_values: The same for values; None: as keys.
+        guard: Tokens at the start of a sequence that stay as they are.
         written_out: Attention is matmul, softmax, matmul instead of the fused operator.
     """
 
@@ -39,6 +40,7 @@ class Format:
     group: int
     store: Callable[[Tensor], Tensor]
     store_values: Callable[[Tensor], Tensor] | None = None
+    guard: int = 0
     written_out: bool = False
 
     @property
@@ -65,7 +67,8 @@ def paged(name: str) -> Format:
         groups = rows.unflatten(-2, (-1, GROUP))
         return read_groups(pack_groups(groups, groups, layout), layout)[which].to(rows.dtype)
 
-    return Format(name, GROUP, lambda keys: store(keys, 0), lambda values: store(values, 1))
+    guard = GROUP if name in GUARDED else 0
+    return Format(name, GROUP, lambda keys: store(keys, 0), lambda values: store(values, 1), guard)
 
 
 # "model" keeps the others' groups, so that in the parallel path it runs through the same steps and must change nothing.

@@ -23,7 +23,7 @@ class LayerMemory:
     Args:
         pages: Whole pages: codes, scales and padding. One that several tables share is counted in the first of them.
         codes, scales: Of these; also those of groups that are not complete yet.
-        tail: Rows of the newest, incomplete group, in the model's precision.
+        tail: Rows in the model's precision: of the newest, incomplete group, and in guarded formats of the first.
         tables: Page addresses, lengths and starts.
         padding: Bytes of pages that are there for alignment only.
         unwritten: Bytes of codes and scales that no row has been written to yet.

@@ -257,7 +257,8 @@ class PageTable(PageState):
             ReleasedHandle: a row of [start, length) has been given back.
         """
         rows = range(self.batch) if rows is None else rows
-        stored = length - length % self.pool.layout.group_size
+        layout = self.pool.layout
+        stored = length - length % layout.group_size
         other = PageTable(self.pool, len(rows))
         with self.claimed():
             indices = self.page_indices(start, stored)
@@ -266,12 +267,16 @@ class PageTable(PageState):
                 self.pool.share(shared)
                 other.pages[index] = shared
             newest = self.read(stored, length) if length > stored else []
+            kept = self.tail[:, :, :, : layout.group_size] if layout.is_guarded and stored else None
         if indices:
             other.ensure_columns(range(indices[0], indices[-1] + 1))
             other.write_entries(other.pages)
         chosen = torch.tensor(rows, dtype=torch.int64, device=self.pool.device)
+        at = layout.tail_row(length)
+        if kept is not None:
+            other.tail[:, :, :, : layout.group_size] = kept[chosen]
         for role, dense in enumerate(newest):
-            other.tail[:, role, :, : length - stored] = dense[chosen]
+            other.tail[:, role, :, at : at + length - stored] = dense[chosen]
         other.length = length
         other.seq_lens.fill_(length)
         other.expose_from(start)

@@ -81,7 +81,7 @@ def attend_pages_triton(
             padding, *((0, 0, 0) if padding is None else (*padding.stride(), padding.shape[1])),
             view, *((0, 0, 0, 0) if view is None else (view.stride(0), view.stride(1), view.stride(3), view.shape[3])),
             sums, peaks, scale, softcap or 0.0, window or 0,
-            HEADS=heads, GROUPS=groups, D=dim, GROUP=layout.group_size, TILE=tile,
+            HEADS=heads, GROUPS=groups, D=dim, GROUP=layout.group_size, TILE=tile, TAIL_ROWS=layout.tail_rows,
             GROUPS_PER_PAGE=layout.groups_per_page, K_BITS=layout.k_bits, V_BITS=layout.v_bits, K_BYTES=layout.k_bytes,
             V_BYTES=layout.v_bytes, GROUP_BYTES=layout.group_bytes, QUANTISED=layout.is_quantised,
             HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, D_PADDED=triton.next_power_of_2(dim),
@@ -103,10 +103,10 @@ def attend_split(
     padding, padding_batch, padding_token, padding_len, mask, mask_batch, mask_head, mask_token, mask_len,
     sums, peaks, scale, softcap, window,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
-    GROUPS_PER_PAGE: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_BYTES: tl.constexpr,
-    V_BYTES: tl.constexpr, GROUP_BYTES: tl.constexpr, QUANTISED: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, D_PADDED: tl.constexpr, HALF_PADDED: tl.constexpr, QUARTER_PADDED: tl.constexpr,
-    GROUPS_PADDED: tl.constexpr,
+    TAIL_ROWS: tl.constexpr, GROUPS_PER_PAGE: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
+    K_BYTES: tl.constexpr, V_BYTES: tl.constexpr, GROUP_BYTES: tl.constexpr, QUANTISED: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, D_PADDED: tl.constexpr, HALF_PADDED: tl.constexpr,
+    QUARTER_PADDED: tl.constexpr, GROUPS_PADDED: tl.constexpr,
 ):  # fmt: skip
     """One share of one K/V head's keys: sums [D, query heads], the largest score and the sum of weights of each."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -144,6 +144,8 @@ def attend_split(
     last = length // GROUP
     newest = (last - 1) // GROUPS_PER_PAGE
     first = tl.maximum(low // GROUP, (newest - max_pages + 1) * GROUPS_PER_PAGE)
+    if TAIL_ROWS > GROUP:
+        first = tl.maximum(first, 1)  # a guarded format has the first group in the tail
     share = tl.cdiv(tl.maximum(last - first, 0), splits)
     begin = first + split * share
     end = tl.minimum(begin + share, last)
@@ -228,11 +230,19 @@ def attend_split(
         address = tl.load(table + following % max_pages * table_page)
 
     filled = tl.where(split == splits - 1, length - last * GROUP, 0)
-    for begin_of_tile in tl.range(0, filled, TILE, num_stages=1):
+    begin_of_tail, before_tail = 0, last * GROUP  # rows, and the tokens before them that have none
+    if TAIL_ROWS > GROUP:  # the first program takes the first group's rows, the last one those of the newest group
+        kept = tl.where((split == 0) & (low < GROUP), tl.minimum(length, GROUP), 0)
+        begin_of_tail = tl.where(kept > 0, 0, GROUP)
+        filled = tl.where((filled > 0) & (last > 0), GROUP + filled, kept)
+        before_tail = tl.maximum(before_tail - GROUP, 0)
+    for begin_of_tile in tl.range(begin_of_tail, filled, TILE, num_stages=1):
         token = begin_of_tile + tl.arange(0, TILE)
-        position = last * GROUP + token
+        position = token + before_tail
+        if TAIL_ROWS > GROUP:
+            position = tl.where(begin_of_tile < GROUP, token, position)
         seen = is_seen(position, low, length, padding, padding_token, padding_len)
-        rows = tail + (head * GROUP + token[:, None]) * D
+        rows = tail + (head * TAIL_ROWS + token[:, None]) * D
         shown = (k_dim[None, :] < K_DIM) & seen[:, None]
         product = exact_dot(tl.load(rows + k_dim[None, :], mask=shown, other=0.0), query)
         if K_BITS == 4 or K_BITS == 6:
@@ -247,7 +257,7 @@ def attend_split(
         decay = tl.exp2(peak - new_peak)
         weights = tl.exp2(scores - new_peak[None, :])
         total = total * decay + tl.sum(weights, 0)
-        rows += HEADS * GROUP * D + v_dim[None, :]
+        rows += HEADS * TAIL_ROWS * D + v_dim[None, :]
         shown, weights = (v_dim[None, :] < V_DIM) & seen[:, None], weights.to(query.dtype)
         values = tl.load(rows, mask=shown, other=0.0)
         weighted = weighted * decay[None, :] + exact_dot(tl.trans(values), weights)
