@@ -9,7 +9,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Options", "PagedKVTensor", "Report", "compile", "explain", "kv_memory", "memory", "report_of", "trim"]
+__all__ = [
+    "Options",
+    "PagedKVTensor",
+    "Report",
+    "compile",
+    "explain",
+    "group_errors",
+    "kv_memory",
+    "memory",
+    "report_of",
+    "trim",
+]
 
 _HOME = {
     "compile": "gemkv_compile.frontend",
@@ -18,6 +29,7 @@ _HOME = {
     "Options": "gemkv_compile.options",
     "Report": "gemkv_compile.report",
     "PagedKVTensor": "gemkv_compile.runtime.handle",
+    "group_errors": "gemkv_compile.runtime.group_errors",
     "kv_memory": "gemkv_compile.runtime.ledger",
     "trim": "gemkv_compile.runtime.ledger",
 }
@@ -29,6 +41,7 @@ if TYPE_CHECKING:
     from gemkv_compile.frontend import compile, explain, report_of
     from gemkv_compile.options import Options
     from gemkv_compile.report import Report
+    from gemkv_compile.runtime.group_errors import group_errors
     from gemkv_compile.runtime.handle import PagedKVTensor
     from gemkv_compile.runtime.ledger import kv_memory, trim
 

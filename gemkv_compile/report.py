@@ -164,6 +164,8 @@ class Report:
             for line in graph.cuda_graphs:
                 console.print(f"  CUDA graph: {line}", markup=False, highlight=False, soft_wrap=True)
         console.print(_memory_table(self))
+        if guard := _guard_line(self):
+            console.print(guard, markup=False, highlight=False, soft_wrap=True)
         if any(graph.shadow for graph in self.graphs):
             console.print(_shadow_table(self))
         for index, graph in enumerate(self.graphs):
@@ -220,6 +222,19 @@ def _memory_table(report: Report) -> Table:
         dense, paged = report.dense_bytes(1, tokens), report.memory_bytes(1, tokens)
         table.add_row(f"1 x {tokens}", f"{dense:,}", f"{paged:,}", f"{paged / dense:.3f}" if dense else "-")
     return table
+
+
+def _guard_line(report: Report) -> str:
+    """What is kept in the model's precision whatever the format; "" if nothing is."""
+    caches = max((graph.caches for graph in report.graphs), key=len, default=())
+    guarded = [cache for cache in caches if cache.layout.is_guarded]
+    if not guarded:
+        return ""
+    tokens, heads = guarded[0].layout.group_size, sum(cache.layout.num_kv_heads for cache in guarded)
+    return (
+        f"guard: the first {tokens} tokens of each sequence stay in the model's precision ({len(guarded)} layers, one "
+        f"group of {heads} K/V heads); gemkv_compile.group_errors(cache) counts the groups that are far off"
+    )
 
 
 def _worst(drifts: Sequence[Drift | None]) -> Drift | None:
