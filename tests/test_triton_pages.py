@@ -123,3 +123,15 @@ def test_split_count_is_bounded():
     assert num_splits(512, 1000, 132) == 4
     assert num_splits(10_000, 1000, 132) == 1
     assert num_splits(1, 0, 132) == 1
+
+
+@devices
+def test_codes_of_a_guarded_group_are_not_read(device):
+    """The first group comes from the tail, in the model's precision, as far as starts and windows show it."""
+    cache = cases.PagedCache(3, 2, 32, 64, 64, "k6v4").fill([200, 64, 40])
+    cache.starts.copy_(torch.tensor([10, 0, 3]))
+    for row in range(2):
+        cache.page(row, 0).fill_(0xFF)
+    check(cache, query(cache, 2), device)
+    check(cache, query(cache, 2), device, window=150)
+    check(cache, query(cache, 2), device, window=100)
