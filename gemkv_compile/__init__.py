@@ -16,6 +16,7 @@ __all__ = [
     "compile",
     "drop",
     "explain",
+    "group_errors",
     "kv_memory",
     "memory",
     "report_of",
@@ -29,6 +30,7 @@ _HOME = {
     "Options": "gemkv_compile.options",
     "Report": "gemkv_compile.report",
     "PagedKVTensor": "gemkv_compile.runtime.handle",
+    "group_errors": "gemkv_compile.runtime.group_errors",
     "kv_memory": "gemkv_compile.runtime.ledger",
     "trim": "gemkv_compile.runtime.ledger",
 }
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from gemkv_compile.frontend import compile, explain, report_of
     from gemkv_compile.options import Options
     from gemkv_compile.report import Report
+    from gemkv_compile.runtime.group_errors import group_errors
     from gemkv_compile.runtime.handle import PagedKVTensor
     from gemkv_compile.runtime.ledger import kv_memory, trim
 

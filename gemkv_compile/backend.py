@@ -37,7 +37,8 @@ from gemkv_compile.passes.site_reports import describe_sites
 from gemkv_compile.plan import CallPlan
 from gemkv_compile.prefill import choices_of, learn, prefill_of
 from gemkv_compile.progress import progress_line
-from gemkv_compile.report import Drift, EngineChoice, GraphReport, Report, ShadowedCall, Site
+from gemkv_compile.report import GraphReport, Report, Site
+from gemkv_compile.report_parts import Drift, EngineChoice, ShadowedCall
 from gemkv_compile.runtime.drift import Figures
 from gemkv_compile.runtime.dropping import Dropper
 from gemkv_compile.runtime.executable import Executable

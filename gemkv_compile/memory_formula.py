@@ -103,7 +103,7 @@ def paged_bytes(layout: PageLayout, keep: int | None) -> sympy.Expr:
 
 def tail_bytes(layout: PageLayout) -> int:
     """Bytes of one sequence's tail."""
-    return 2 * layout.num_kv_heads * layout.group_size * layout.head_dim * layout.model_dtype.itemsize
+    return 2 * layout.num_kv_heads * layout.tail_rows * layout.head_dim * layout.model_dtype.itemsize
 
 
 def dense_bytes(layout: PageLayout, keep: int | None) -> sympy.Expr:

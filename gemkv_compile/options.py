@@ -22,8 +22,8 @@ class Options:
 
     Args:
         kv_format: What pages hold. "int8": 64-token groups with a scale and zero-point per channel; "k8v4": values of
-            4 bits instead, with a scale per channel and one per token; "int4": keys of 4 bits as well; "model": keys
-            and values in the model's own dtype, exact.
+            4 bits instead, with a scale per channel and one per token; "k6v4" and "int4": keys of 6 or 4 bits as well;
+            "model": keys and values in the model's own dtype, exact.
         page_size: Tokens in a page, a multiple of group_size. None: 256, and 64 for windowed layers and with `drop`.
         group_size: Tokens that share a scale and zero-point.
         strict: Raise StrictError when an attention of a graph is kept.

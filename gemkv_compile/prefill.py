@@ -18,7 +18,7 @@ from gemkv_compile.passes.decide import Read, Rewrite
 from gemkv_compile.passes.lens import value_of
 from gemkv_compile.passes.prompts import Prefill, starts_empty, takes_engine, why_no_prompt
 from gemkv_compile.passes.site_reports import layer_number
-from gemkv_compile.report import EngineChoice
+from gemkv_compile.report_parts import EngineChoice
 
 log = logging.getLogger(__name__)
 STORED = "tokens may be stored before its own"

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gemkv_compile.memory_formula import BATCH, TOKENS, CacheMemory
+from gemkv_compile.report_parts import Drift, EngineChoice, ShadowedCall
 
 
 @dataclass(frozen=True)
@@ -36,66 +37,6 @@ class Site:
     softcap: float | None = None
     rule: str = ""
     drop: str = ""  # the policy that drops pages of its cache, or why the cache is kept whole; "" without the option
-
-
-@dataclass(frozen=True)
-class Drift:
-    """How far a graph's float outputs are from a reference's.
-
-    Args:
-        largest: Largest absolute difference.
-        relative: Largest difference relative to the largest number of its output.
-        changed, rows: Rows of the output with the largest last dimension (the logits, if the graph computes them) whose
-            argmax differs, and all rows of it.
-    """
-
-    largest: float
-    relative: float
-    changed: int
-    rows: int
-
-    def __str__(self) -> str:
-        return f"{self.largest:.1e}, {self.relative:.1e}, {self.changed} of {self.rows}"
-
-
-@dataclass(frozen=True)
-class ShadowedCall:
-    """One call with the graph as it was beside it.
-
-    Args:
-        rewrite_error: The rewritten graph against the original on what the pages hold; None if not comparable: a decode
-            step that completes a quantised group, the call that quantises a dense past, other random numbers.
-        format_error: The original graph on what the pages hold against itself on the rows as they were before they were
-            quantised; None if these are not known.
-        failure: Why the shadow failed, or "".
-    """
-
-    rewrite_error: Drift | None
-    format_error: Drift | None
-    failure: str = ""
-
-
-@dataclass(frozen=True)
-class EngineChoice:
-    """Who attends to a prompt in some layers of a graph.
-
-    Args:
-        engine: A value of the option `prefill`; "triton" is this package's kernel.
-        shortest, longest: For prompts of so many tokens, from bucket to bucket; None for no bound.
-        why: The times, or what keeps another engine from it.
-    """
-
-    layers: tuple[int, ...]
-    engine: str
-    shortest: int | None
-    longest: int | None
-    why: str
-
-    def __str__(self) -> str:
-        ends = [f"from {self.shortest} tokens"] * (self.shortest is not None)
-        ends += [f"up to {self.longest} tokens"] * (self.longest is not None)
-        span = f" {' '.join(ends)}" if ends else ""
-        return f"layer {', '.join(map(str, self.layers))}: {self.engine}{span} ({self.why})"
 
 
 @dataclass(frozen=True)
@@ -196,6 +137,8 @@ class Report:
             for line in graph.cuda_graphs:
                 console.print(f"  CUDA graph: {line}", markup=False, highlight=False, soft_wrap=True)
         console.print(_memory_table(self))
+        if guard := _guard_line(self):
+            console.print(guard, markup=False, highlight=False, soft_wrap=True)
         if any(graph.shadow for graph in self.graphs):
             console.print(_shadow_table(self))
         for index, graph in enumerate(self.graphs):
@@ -264,6 +207,19 @@ def _memory_table(report: Report) -> Table:
         dense, paged = report.dense_bytes(1, tokens), report.memory_bytes(1, tokens)
         table.add_row(f"1 x {tokens}", f"{dense:,}", f"{paged:,}", f"{paged / dense:.3f}" if dense else "-")
     return table
+
+
+def _guard_line(report: Report) -> str:
+    """What is kept in the model's precision whatever the format; "" if nothing is."""
+    caches = max((graph.caches for graph in report.graphs), key=len, default=())
+    guarded = [cache for cache in caches if cache.layout.is_guarded]
+    if not guarded:
+        return ""
+    tokens, heads = guarded[0].layout.group_size, sum(cache.layout.num_kv_heads for cache in guarded)
+    return (
+        f"guard: the first {tokens} tokens of each sequence stay in the model's precision ({len(guarded)} layers, one "
+        f"group of {heads} K/V heads); gemkv_compile.group_errors(cache) counts the groups that are far off"
+    )
 
 
 def _worst(drifts: Sequence[Drift | None]) -> Drift | None:

@@ -1,4 +1,4 @@
-"""The integer formats of pages: signed 8- or 4-bit codes of groups of tokens.
+"""The integer formats of pages: signed codes of 8, 6 or 4 bits of groups of tokens.
 
 Keys, and values of 8 bits, have a float16 scale and zero-point per group and channel. Values of 4 bits have a scale per
 group and channel, times one per token and half of the channels, and no zero-point.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MAX_CODE = {8: 127, 4: 7}  # by bits; codes are symmetric: -128 and -8 are never stored
+MAX_CODE = {8: 127, 6: 31, 4: 7}  # by bits; codes are symmetric: -128, -32 and -8 are never stored
 NORM_STEPS = 1023  # a token's norm is a sum of squares of integers up to this: no order of summation changes it
 HALF_MAX = torch.finfo(torch.float16).max
 
@@ -19,12 +19,12 @@ def quantise_groups(x: Tensor, bits: int = 8) -> tuple[Tensor, Tensor, Tensor]:
 
     Args:
         x: Keys or values, [..., group_size, head_dim], any float dtype; the arithmetic is float32.
-        bits: 8 or 4; codes are -127 .. 127 or -7 .. 7.
+        bits: 8, 6 or 4; codes are -127 .. 127, -31 .. 31 or -7 .. 7.
     Returns:
         codes [..., group_size, head_dim] int8, scale [..., head_dim] float16 and zero [..., head_dim] float16 with
         |codes * scale + zero - x| <= scale / 2. A channel whose range needs a scale beyond float16 (values above 8e6,
-        or 4e5 with 4 bits) or that holds inf or NaN gets a scale of inf or NaN, so that reading it never gives a
-        finite number.
+        2e6 with 6 bits, 4e5 with 4) or that holds inf or NaN gets a scale of inf or NaN, so that reading it never
+        gives a finite number.
     Source: asymmetric per-channel quantisation of K/V groups, KIVI, arXiv:2402.02750.
     """
     x = x.to(torch.float32)
@@ -90,20 +90,30 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Codes as they are stored.
 
     Args:
-        codes: [..., head_dim] int8.
-        bits: 8 or 4.
+        codes: [..., head_dim] int8; with 6 bits head_dim is a multiple of 4, with 4 bits of 2.
+        bits: 8, 6 or 4.
     Returns:
-        int8: the codes, or [..., head_dim / 2] with channel d in the low nibble and d + head_dim / 2 in the high one.
+        int8: the codes; or [..., head_dim / 2] with channel d in the low nibble and d + head_dim / 2 in the high one;
+        or, with 6 bits, that for the upper 4 bits of each code, and behind it [..., head_dim / 4] for the lower 2:
+        channel d + i * head_dim / 4 in the bits 2 i and 2 i + 1.
     """
     if bits == 8:
         return codes
+    if bits == 6:
+        rests = [(part & 3) << 2 * i for i, part in enumerate(codes.chunk(4, dim=-1))]
+        return torch.cat((pack_codes(codes >> 2, 4), rests[0] | rests[1] | rests[2] | rests[3]), dim=-1)
     low, high = codes.chunk(2, dim=-1)
     return (low & 15) | (high << 4)
 
 
 def unpack_codes(stored: Tensor, bits: int) -> Tensor:
     """Invert `pack_codes`: stored int8 [..., head_dim * bits / 8] to codes [..., head_dim] int8."""
-    return stored if bits == 8 else torch.cat(((stored << 4) >> 4, stored >> 4), dim=-1)
+    if bits == 8:
+        return stored
+    if bits == 6:
+        nibbles, rests = stored.split([stored.shape[-1] // 3 * 2, stored.shape[-1] // 3], dim=-1)
+        return (unpack_codes(nibbles, 4) << 2) | torch.cat([(rests >> 2 * i) & 3 for i in range(4)], dim=-1)
+    return torch.cat(((stored << 4) >> 4, stored >> 4), dim=-1)
 
 
 def clamp_finite(x: Tensor, dtype: torch.dtype) -> Tensor:

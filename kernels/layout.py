@@ -18,6 +18,16 @@ nibbles of a loaded tile are the two halves of the channels of the same tokens: 
 per half of q, and P @ V is two products with the same weights, without any exchange between threads. Packing tokens
 instead would split the softmax.
 
+6-bit keys are rows of 3 head_dim / 4 bytes: the upper four bits of each code as above, then head_dim / 4 bytes with the
+lower two bits, those of channel d + i * head_dim / 4 in bits 2 i and 2 i + 1 of byte d. So the bytes d,
+d + head_dim / 4 and d + head_dim / 2 of a row hold the codes of the same four channels, one in each quarter: four
+products.
+
+Formats with codes of fewer than 8 bits have a guard: a sequence's first group, which much attention goes to and whose
+tokens are far from the others, is read in the model's precision from where it was before it was complete. So the tail
+has two groups of rows there: tokens 0 .. group_size - 1, which stay, and behind them the newest, incomplete group of a
+longer sequence. Pages have the first group's codes too, which nobody reads.
+
 Every part of a group starts at a multiple of 16 bytes for every head_dim and group_size that is a multiple of 16; with
 group_size 64 each group is one contiguous tile whose size is a multiple of 128.
 """
@@ -31,11 +41,14 @@ import torch
 
 from gemkv_compile.errors import InvalidOption, UnsupportedDtype, UnsupportedHeadDim
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Changes whenever the meaning of a byte in a page changes; part of every operator call, hence of every cache key."""
 
-CODE_BITS = {"int8": (8, 8), "k8v4": (8, 4), "int4": (4, 4)}
+CODE_BITS = {"int8": (8, 8), "k8v4": (8, 4), "k6v4": (6, 4), "int4": (4, 4)}
 """Bits of a key's and of a value's code, by quantised format."""
+
+GUARDED = tuple(name for name, bits in CODE_BITS.items() if min(bits) < 8)
+"""Formats that keep a sequence's first group in the model's precision."""
 
 KV_FORMATS = (*CODE_BITS, "model")
 MODEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -85,7 +98,7 @@ class PageLayout:
 
     @property
     def element_dtype(self) -> torch.dtype:
-        """Dtype of the stored K and V elements; 4-bit codes are int8, two in one."""
+        """Dtype of the stored K and V elements; smaller codes are int8, packed."""
         return torch.int8 if self.is_quantised else self.model_dtype
 
     @property
@@ -102,6 +115,20 @@ class PageLayout:
     def has_norms(self) -> bool:
         """Whether values have scales per token, and no zero-points."""
         return self.v_bits == 4
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether a sequence's first group stays in the model's precision, in the tail."""
+        return self.kv_format in GUARDED
+
+    @property
+    def tail_rows(self) -> int:
+        """Tokens that a sequence's tail has room for."""
+        return (2 if self.is_guarded else 1) * self.group_size
+
+    def tail_row(self, length: int) -> int:
+        """The row of the tail where the newest, incomplete group of a sequence of `length` tokens begins."""
+        return self.group_size if self.is_guarded and length >= self.group_size else 0
 
     @property
     def groups_per_page(self) -> int:

@@ -24,7 +24,7 @@ from gemkv_compile.kernels.layout import SCALE_DTYPE, SCALE_PLANES, PageLayout
 class GroupViews(NamedTuple):
     """The parts of some groups, as views.
 
-    k: [..., group_size, head_dim] element dtype; of 4-bit codes [..., group_size, head_dim / 2], two in one.
+    k: [..., group_size, head_dim] element dtype; of smaller codes [..., group_size, head_dim * bits / 8], packed.
     v: [..., head_dim, group_size] element dtype; of 4-bit codes [..., head_dim / 2, group_size].
     scales: [..., 3, head_dim] float16 (K scale, K zero, V scale), or None in format "model".
     v_last: V zero [..., head_dim] float16, or V norms [..., 2, group_size] of values of 4 bits, or None.

@@ -9,13 +9,15 @@ Shapes used below: batch B, q_len Q, num_q_heads Hq, num_kv_heads Hkv (Hq = grou
     page_table  [B, max_pages]     int64   address of the page of tokens p*page_size .. at column p % max_pages; 0: none
     seq_lens    [B]                int32   tokens stored for each sequence
     starts      [B]                int32   first token that may be attended to
-    tail        [B, 2, Hkv, G, D]  model   keys (0) and values (1) of the newest, unfilled group, in model precision
+    tail        [B, 2, Hkv, G, D]  model   keys (0) and values (1) of the newest, unfilled group, in model precision;
+                                   2 G rows in a guarded format: tokens 0 .. G - 1, then the newest group if later
     padding     [B, n]             bool    padding[b, t]: token t of sequence b may be attended to; n >= its tokens
     mask        [B|1, Hq|1, Q, K]  bool or float (added to the scores); column j is token n - K + j, where n counts the
                                    tokens up to the last query's; tokens before column 0 are not attended to
     sinks       [Hq]               float   a logit per head that takes part in the softmax and has no value
 
-Token t of a sequence with n stored tokens is in the tail if t >= (n // G) * G, else in its page. A token in no page
+Token t of a sequence with n stored tokens is in the tail if t >= (n // G) * G, or if t < G in a guarded format, else in
+its page. A token in no page
 (its entry is 0, or a later page has taken its column) is not attended to.
 Query head h reads K/V head h // groups. Scores are scale * q . k, then softcap * tanh(score / softcap), then the mask.
 A query that may attend to nothing gets a row of zeros, and the sink or -inf as lse.

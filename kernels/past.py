@@ -20,6 +20,7 @@ class Past:
     Attributes:
         lengths: The values of seq_lens.
         farthest: The largest distance of column 0 of the pages from the end of its sequence, a negative number.
+    In a guarded format pages are read from the second group on, and the first is the tail's.
     A token whose page is 0, or whose column a later page of its sequence has taken, is nowhere.
     """
 
@@ -34,17 +35,23 @@ class Past:
         ]
         # The tail begins where the pages end.
         ends = [length - length % layout.group_size for length in self.lengths]
+        self._guard = layout.group_size if layout.is_guarded else 0
+        self._has_tail = any(
+            length % layout.group_size or low < min(length, self._guard)
+            for length, low in zip(self.lengths, lows, strict=True)
+        )
+        tail_lows, lows = lows, [max(low, self._guard) for low in lows]
         firsts = [low // layout.page_size * layout.page_size for low in lows]
         self.farthest = max((first - length for first, length in zip(firsts, self.lengths, strict=True)), default=0)
         rows = [_addresses(*row, layout.page_size) for row in zip(page_table.tolist(), lows, ends, strict=True)]
         num_pages = max(map(len, rows), default=0)
         self.addresses = [row + [0] * (num_pages - len(row)) for row in rows]
-        bounds = torch.tensor((firsts, lows, ends, self.lengths), dtype=torch.int64, device=self.device)
+        bounds = torch.tensor((firsts, lows, tail_lows, ends, self.lengths), dtype=torch.int64, device=self.device)
         self._bounds = bounds.unsqueeze(2).unbind()
 
     def pages(self) -> tuple[Tensor, Tensor]:
         """Positions of paged tokens, [batch, T] int64 from each sequence's first page on, and if they exist, bool."""
-        firsts, lows, ends, _ = self._bounds
+        firsts, lows, _, ends, _ = self._bounds
         page_size, num_pages = self.layout.page_size, len(self.addresses[0]) if self.addresses else 0
         positions = firsts + torch.arange(num_pages * page_size, device=self.device)
         exists = (positions >= lows) & (positions < ends)
@@ -54,12 +61,18 @@ class Past:
         return positions, exists
 
     def tail(self) -> tuple[Tensor, Tensor] | None:
-        """Positions of the tail's rows, [batch, group_size] int64, and if they exist, bool; None for empty tails."""
-        if all(length % self.layout.group_size == 0 for length in self.lengths):
+        """Positions of the tail's rows, [batch, tail_rows] int64, and if they exist, bool; None for empty tails."""
+        if not self._has_tail:
             return None
-        _, lows, ends, lengths = self._bounds
-        positions = ends + torch.arange(self.layout.group_size, device=self.device)
-        return positions, (positions >= lows) & (positions < lengths)
+        _, _, lows, ends, lengths = self._bounds
+        rows = torch.arange(self.layout.group_size, device=self.device)
+        positions = ends + rows
+        exists = (positions >= lows) & (positions < lengths)
+        if self._guard:
+            first = rows.expand_as(positions)
+            exists = torch.cat(((first >= lows) & (first < lengths), exists & (ends > 0)), dim=1)
+            positions = torch.cat((first, positions), dim=1)
+        return positions, exists
 
     def steps(self, max_tokens: int) -> Iterator[tuple[slice, Tensor]]:
         """Whole pages of up to about max_tokens tokens: their columns in `pages`, and the bytes of their groups.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gemkv_compile.errors import InvalidOption, ShapeMismatch, UnsupportedDtype, UnsupportedGroups
-from gemkv_compile.kernels.layout import MODEL_DTYPES, PageLayout
+from gemkv_compile.kernels.layout import GUARDED, MODEL_DTYPES, PageLayout
 
 MAX_GROUPS = 16
 
@@ -18,9 +18,12 @@ def check_state(page_table: Tensor, seq_lens: Tensor, tail: Tensor, page_size: i
         UnsupportedHeadDim, UnsupportedDtype, InvalidOption: see `PageLayout`.
         ShapeMismatch: shapes, dtypes or devices differ, or a sequence's tail is not contiguous.
     """
-    if tail.dim() != 5 or tail.shape[1] != 2:
-        raise ShapeMismatch(f"tail must be [batch, 2, num_kv_heads, group_size, head_dim], got {list(tail.shape)}.")
-    batch, _, num_kv_heads, group_size, head_dim = tail.shape
+    groups = 2 if kv_format in GUARDED else 1
+    if tail.dim() != 5 or tail.shape[1] != 2 or tail.shape[3] % groups:
+        rows = "2 * group_size" if groups == 2 else "group_size"
+        raise ShapeMismatch(f"tail must be [batch, 2, num_kv_heads, {rows}, head_dim], got {list(tail.shape)}.")
+    batch, _, num_kv_heads, rows_of_tail, head_dim = tail.shape
+    group_size = rows_of_tail // groups
     layout = PageLayout(num_kv_heads, head_dim, page_size, group_size, kv_format, tail.dtype)
     _expect("page_table", page_table, (batch, None), torch.int64, tail.device)
     _expect("seq_lens", seq_lens, (batch,), torch.int32, tail.device)

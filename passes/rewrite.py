@@ -89,7 +89,7 @@ class _Builder:
                 "page_table": pages,
                 "seq_lens": torch.empty((batch,), dtype=torch.int32, device=device),
                 "starts": torch.empty((batch,), dtype=torch.int32, device=device),
-                "tail": torch.empty((batch, 2, heads, layout.group_size, dim), dtype=layout.model_dtype, device=device),
+                "tail": torch.empty((batch, 2, heads, layout.tail_rows, dim), dtype=layout.model_dtype, device=device),
             }
             if any(takes_engine(rewrite, read, self.prefill) for read in rewrite.reads):
                 values["stored"] = torch.empty((), dtype=torch.int64, device="cpu")

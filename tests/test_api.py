@@ -156,7 +156,7 @@ MISTAKES = [
     ({"zzz": 1}, "gemkv has no option 'zzz'. Options are: kv_format, page_size"),
     (
         {"kv_format": "int9"},
-        "kv_format must be one of 'int8', 'k8v4', 'int4', 'model', got 'int9'. Did you mean 'int8'?",
+        "kv_format must be one of 'int8', 'k8v4', 'k6v4', 'int4', 'model', got 'int9'. Did you mean 'int8'?",
     ),
     ({"page_size": 100}, r"page_size must be a multiple of group_size \(64\), got 100"),
     ({"page_size": 0}, "page_size must be a positive int, got 0"),

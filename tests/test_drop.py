@@ -161,6 +161,18 @@ def test_dropped_pages_of_a_prompt_are_never_allocated():
     assert gemkv_compile.kv_memory(pasts).layers[0].pages == 3 * layout_bytes
 
 
+def test_the_first_group_of_a_guarded_format_stays():
+    """It is read from the tail whatever happens to its page, so a policy does not get to choose it."""
+    policy = Listed(((0, 0), (0, 1)))
+    gone = {}
+    for kv_format in ("int8", "int4"):
+        model = gemkv_compile.compile(tuple_model(), kv_format=kv_format, drop=policy, strict=True)
+        with torch.no_grad():
+            _, pasts = model(prompt(1, 200))
+        gone[kv_format] = [index for index, (page,) in pasts[0][0].table.pages.items() if not page]
+    assert gone == {"int8": [0, 1], "int4": [1]}
+
+
 def test_a_policy_is_asked_when_a_page_is_complete_and_only_then():
     policy = dataclasses.replace(HOLES, observes=5)
     model = gemkv_compile.compile(tuple_model(layers=1), drop=policy)
@@ -440,12 +452,15 @@ def test_newest_queries_operator(tokens):
 @pytest.mark.parametrize("new", [1, 3])
 @pytest.mark.parametrize("device", [None, *DEVICES])
 def test_holes_anywhere_in_a_table(kv_format, new, device):
-    """References (no device) and kernels; the first and last page, neighbours, all pages; holes hold garbage."""
+    """References (no device) and kernels; the first and last page, neighbours, all pages; holes hold garbage.
+
+    A guarded format reads the first group from the tail, whatever its page.
+    """
     holes = [(0, 0), (0, 3), (0, 4), (1, 1), *((2, page) for page in range(5))]
     cache = cases.PagedCache(3, 1, 16, 64, 64, kv_format, max_pages=8, holes=holes).fill([340, 200, 320])
     there = torch.ones(3, 340 + new, dtype=torch.bool)
     for row, page in holes:
-        there[row, page * 64 : (page + 1) * 64] = False
+        there[row, page * 64 : (page + 1) * 64] = page == 0 and cache.layout.is_guarded
     if new == 1:
         k, v = (cases.normal(3, 1, 1, 16, seed=i) for i in range(2))
         cache.append(k, v)

@@ -29,7 +29,7 @@ CELLS = [
     ("gemma2", "eager", "int8"),
     ("gemma2", "eager", "int4"),
     ("llama", "sdpa", "int8"),
-    ("llama", "sdpa", "k8v4"),
+    ("llama", "sdpa", "k6v4"),
     ("gemma1", "eager", "int8"),
     ("qwen3", "sdpa", "int8"),
     ("mistral", "sdpa", "int8"),

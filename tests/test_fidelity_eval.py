@@ -160,7 +160,7 @@ def test_a_format_of_infinities_is_seen():
     assert math.isnan(row.kl.value) and math.isnan(row.perplexity.high)
 
 
-@pytest.mark.parametrize("name, k_bits, v_bits", [("int8", 8, 8), ("k8v4", 8, 4), ("int4", 4, 4)])
+@pytest.mark.parametrize("name, k_bits, v_bits", [("int8", 8, 8), ("k8v4", 8, 4), ("k6v4", 6, 4), ("int4", 4, 4)])
 def test_formats_are_the_product_s(name, k_bits, v_bits):
     rows = torch.randn(2, 2, 128, 16)
     groups = rows.unflatten(2, (2, 64)).numpy()
@@ -170,7 +170,7 @@ def test_formats_are_the_product_s(name, k_bits, v_bits):
 
 
 def test_formats_of_a_run_have_names():
-    with pytest.raises(InvalidOption, match="--formats takes int8, k8v4, int4, model, got 'int3'"):
+    with pytest.raises(InvalidOption, match="--formats takes int8, k8v4, k6v4, int4, model, got 'int3'"):
         formats_of_run(["int3"], torch.float32)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemkv_compile.errors import InvalidOption, ShapeMismatch, UnsupportedDtype, UnsupportedHeadDim
-from gemkv_compile.kernels.layout import PageLayout
+from gemkv_compile.kernels.layout import KV_FORMATS, PageLayout
 from gemkv_compile.kernels.memory import gather_pages, group_views, pack_groups, read_groups, read_page, write_groups
 from gemkv_compile.kernels.validate import check_state
 
@@ -20,6 +20,7 @@ FORMATS = [
     ("int8", torch.bfloat16),
     ("int8", torch.float16),
     ("k8v4", torch.bfloat16),
+    ("k6v4", torch.float32),
     ("int4", torch.float32),
     ("int4", torch.float16),
     ("model", torch.float32),
@@ -56,6 +57,10 @@ def as_bytes(codes, bits):
     """Codes [tokens, head_dim] as they are stored, uint8 [tokens, head_dim * bits / 8]."""
     if bits == 8:
         return codes.view(np.uint8)
+    if bits == 6:
+        numbers = codes.astype(np.int32) % 64
+        rests = sum(part % 4 * 4**i for i, part in enumerate(np.split(numbers, 4, axis=1)))
+        return np.concatenate((as_bytes(numbers // 4, 4), rests.astype(np.uint8)), axis=1)
     low, high = np.split(codes.astype(np.int32) % 16, 2, axis=1)
     return (low + 16 * high).astype(np.uint8)
 
@@ -103,9 +108,11 @@ def test_one_by_one_equals_one_shot(kv_format, dtype):
     for t in range(83):
         one_by_one.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
     assert one_shot.seq_lens.tolist() == [83, 83]
-    assert torch.equal(one_shot.tail[:, :, :, :3], torch.stack((k, v), 1)[:, :, :, 80:])
+    at, both = one_shot.layout.tail_row(83), torch.stack((k, v), 1)
+    assert torch.equal(one_shot.tail[:, :, :, at : at + 3], both[:, :, :, 80:])
+    assert torch.equal(one_shot.tail[:, :, :, :at], both[:, :, :, :at])
     # Rows behind the newest token may hold anything.
-    one_shot.tail[:, :, :, 3:], one_by_one.tail[:, :, :, 3:] = 0, 0
+    one_shot.tail[:, :, :, at + 3 :], one_by_one.tail[:, :, :, at + 3 :] = 0, 0
     assert same_caches(one_shot, one_by_one)
 
 
@@ -117,7 +124,7 @@ def test_any_split_equals_one_shot(splits, kv_format_dtype):
     one_shot.append(k, v)
     for new_k, new_v in zip(k.split(splits, 2), v.split(splits, 2), strict=True):
         split.append(new_k, new_v)
-    rest = sum(splits) % 8
+    rest = one_shot.layout.tail_row(sum(splits)) + sum(splits) % 8
     one_shot.tail[:, :, :, rest:], split.tail[:, :, :, rest:] = 0, 0
     assert same_caches(one_shot, split)
 
@@ -222,7 +229,7 @@ def test_numbers_next_to_the_end_of_float16_stay_finite():
 @formats
 def test_pages_read_back(kv_format, dtype):
     cache = cases.PagedCache(1, 2, 32, 128, 32, kv_format, dtype).fill([256])
-    dense = cache.dense(0)
+    dense = cache.coded(0)
     for page in (0, 1):
         keys, values = read_page(int(cache.page_table[0, page]), cache.layout, CPU)
         expected = dense[:, :, page * 128 : page * 128 + 128].float()
@@ -276,7 +283,7 @@ def test_views_share_the_page_memory():
         (
             lambda c, k: {"kv_format": "int3"},
             InvalidOption,
-            "kv_format must be one of int8, k8v4, int4, model, got 'int3'",
+            "kv_format must be one of int8, k8v4, k6v4, int4, model, got 'int3'",
         ),
     ],
 )
@@ -290,10 +297,10 @@ def test_errors(changes, error, message):
     assert cache.seq_lens.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("head_dim, expected", [(256, (544, 412, 284, 1024)), (64, (136, 106, 74, 256))])
+@pytest.mark.parametrize("head_dim, expected", [(256, (544, 412, 348, 284, 1024)), (64, (136, 106, 90, 74, 256))])
 def test_bytes_of_a_token(head_dim, expected):
-    """What the README says: int8, k8v4, int4 and bfloat16, one K/V head."""
-    layouts = [PageLayout(1, head_dim, 256, 64, name, torch.bfloat16) for name in ("int8", "k8v4", "int4", "model")]
+    """What the README says of every format, the model's being bfloat16; one K/V head."""
+    layouts = [PageLayout(1, head_dim, 256, 64, name, torch.bfloat16) for name in KV_FORMATS]
     assert tuple(layout.group_bytes / 64 for layout in layouts) == expected
 
 

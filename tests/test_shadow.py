@@ -12,7 +12,7 @@ from tiny_models import build, generated, greedy, prompt, tuple_model
 
 import gemkv_compile
 from gemkv_compile import Options
-from gemkv_compile.report import Drift
+from gemkv_compile.report_parts import Drift
 from gemkv_compile.runtime.exact_rows import exact_rows
 from gemkv_compile.runtime.ledger import kv_memory
 

@@ -258,3 +258,14 @@ def test_a_launch_waits_for_nothing():
         attend_chunk_triton(*new, *state, *rest)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@devices
+def test_codes_of_a_guarded_group_are_not_read(device):
+    """The first group comes from the tail, in the model's precision, as far as starts and windows show it."""
+    cache = cases.PagedCache(3, 2, 32, 64, 64, "k6v4").fill([200, 64, 40])
+    cache.starts.copy_(torch.tensor([10, 0, 3]))
+    for row in range(2):
+        cache.page(row, 0).fill_(0xFF)
+    check(cache, device, chunk(cache, 2, 20))
+    check(cache, device, chunk(cache, 2, 20), window=150)

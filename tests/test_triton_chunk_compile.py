@@ -20,7 +20,7 @@ from gemkv_compile.kernels.layout import KV_FORMATS, PageLayout
 HEAD_DIMS = (64, 128, 256, 512)
 EVERY = [(arch, head_dim, kv_format) for arch in SHARED for head_dim in HEAD_DIMS for kv_format in KV_FORMATS]
 SOME = [(80, 64, "int8"), (86, 512, "int8"), (90, 256, "int8"), (100, 128, "int8"), (90, 256, "int4")]
-LATER = [(80, 128, "int4"), (90, 256, "k8v4"), (100, 64, "int4")]
+LATER = [(80, 128, "int4"), (90, 256, "k8v4"), (90, 256, "k6v4"), (100, 64, "k6v4"), (100, 64, "int4")]
 SOME += [pytest.param(*case, marks=pytest.mark.slow) for case in LATER]
 # Bytes that a thread spills at most, where it does: the sums of a large head take half of the registers there are.
 SPILLS = {(90, 256): 96, (90, 512): 96, (100, 512): 160}

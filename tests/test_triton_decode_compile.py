@@ -15,8 +15,9 @@ from gemkv_compile.kernels.layout import PageLayout
 
 HEADS, GROUPS = 4, 2
 SOME = [(86, 256, "int8"), (86, 512, "int8"), (90, 128, "int8"), (90, 512, "int8"), (100, 256, "int8")]
-SOME += [(90, 256, "k8v4")]
+SOME += [(90, 256, "k8v4"), (90, 256, "k6v4")]
 LATER = [(80, 128, "int4"), (90, 512, "int4"), (100, 256, "int4")]
+LATER += [(80, 128, "k6v4"), (90, 512, "k6v4"), (100, 256, "k6v4")]
 SOME += [pytest.param(*case, marks=pytest.mark.slow) for case in LATER]
 
 
@@ -25,6 +26,7 @@ def sizes(layout):
         "HEADS": HEADS,
         "D": layout.head_dim,
         "GROUP": layout.group_size,
+        "TAIL_ROWS": layout.tail_rows,
         "GROUPS_PER_PAGE": layout.groups_per_page,
         "K_BITS": layout.k_bits,
         "V_BITS": layout.v_bits,
@@ -60,7 +62,9 @@ def test_attention_fits_a_device_and_copies_ahead(arch, head_dim, kv_format, tmp
     constants = sizes(layout) | dict.fromkeys(absent) | {"GROUPS": GROUPS, "TILE": tile, "q_dim": 1}
     constants |= {"HAS_CAP": False, "HAS_WINDOW": False, "D_PADDED": head_dim, "GROUPS_PADDED": 8}
     constants |= {"HALVES": True, "BITS": True}
-    constants |= {"HALF_PADDED": launch.half_padded(head_dim)}
+    constants |= {
+        f"{name}_PADDED": launch.part_padded(head_dim, parts) for name, parts in (("HALF", 2), ("QUARTER", 4))
+    }
     pointers = {"q": "*bf16", "page_table": "*i64", "seq_lens": "*i32", "starts": "*i32", "tail": "*bf16"}
     pointers |= {"sums": "*fp32", "peaks": "*fp32"}
     stages = launch.stages(launch.step_bytes(tile, head_dim, layout.k_bits + layout.v_bits), SHARED[arch])
@@ -73,7 +77,7 @@ def test_attention_fits_a_device_and_copies_ahead(arch, head_dim, kv_format, tmp
 
 
 @pytest.mark.parametrize("shared", sorted(set(SHARED.values())))
-@pytest.mark.parametrize("bits", [8, 12, 16, 32, 64])  # of a key and a value together
+@pytest.mark.parametrize("bits", [8, 10, 12, 16, 32, 64])  # of a key and a value together
 def test_tile_sizes(shared, bits):
     """Keys and values in flight, queries and weights fit any device, at every head size."""
     for head_dim in range(16, 513, 16):
@@ -95,6 +99,7 @@ def test_tile_sizes(shared, bits):
         (100, 128, "int8"),
         (80, 256, "int4"),
         (90, 512, "k8v4"),
+        (90, 256, "k6v4"),
         (100, 128, "int4"),
     ],
 )

@@ -102,6 +102,7 @@ def test_ring_of_pages(device, kv_format):
     cache = cases.PagedCache(2, 1, 16, 64, 64, kv_format, max_pages=3, holes=[(1, 1)]).fill([450, 200])
     token = torch.arange(450)
     kept = torch.stack((token >= 4 * 64, (token < 64) | (token >= 128)))  # pages 4 to 6 of 7; all but page 1
+    kept[0] |= (token < 64) & cache.layout.is_guarded  # not read from its page
     q = query(cache, 2)
     state = to_device(cache, device)
     out, lse = attend_pages_triton(q.to(device), *state, None, None, None, 0.25, None, None, cache.layout)
@@ -121,3 +122,15 @@ def test_split_count_is_bounded():
     assert num_splits(512, 1000, 132) == 4
     assert num_splits(10_000, 1000, 132) == 1
     assert num_splits(1, 0, 132) == 1
+
+
+@devices
+def test_codes_of_a_guarded_group_are_not_read(device):
+    """The first group comes from the tail, in the model's precision, as far as starts and windows show it."""
+    cache = cases.PagedCache(3, 2, 32, 64, 64, "k6v4").fill([200, 64, 40])
+    cache.starts.copy_(torch.tensor([10, 0, 3]))
+    for row in range(2):
+        cache.page(row, 0).fill_(0xFF)
+    check(cache, query(cache, 2), device)
+    check(cache, query(cache, 2), device, window=150)
+    check(cache, query(cache, 2), device, window=100)

@@ -74,11 +74,15 @@ FORMS = [
 
 
 def measure_model(
-    name: str, forms: list[Format], tokens: int, device: str, window: int = WINDOW
+    name: str, forms: list[Format], tokens: int, device: str, window: int = WINDOW, skip: int = 0
 ) -> list[dict[str, Any]]:
-    """A row for each form: perplexity ratio, KL and disagreement with 95% intervals, over all prompts."""
+    """A row for each form: perplexity ratio, KL and disagreement with 95% intervals, over all prompts.
+
+    `skip` tokens of the text are left out, so that what is chosen here can be confirmed on them.
+    """
     model, tokenizer, title = named_model(name, torch.float32)
     words, begin = text.tokens_of(text.read_text(None), tokenizer)
+    words = words[skip:]
     windows = text.cut_windows(words[: tokens + 1 - len(begin)] if tokens else words, begin, window)
     batches = list(text.batches(*windows, [p for p in PROMPTS if p < window], 1, False))
     reference, floor, *_ = formats_of_run([], torch.float32)
@@ -94,17 +98,19 @@ def measure_model(
     return rows
 
 
-def main(forms: list[Format], name: str, doc: str, tokens: int, window: int) -> None:
+def main(forms: list[Format], name: str, doc: str, tokens: int, window: int, skip: int = 0) -> None:
     """Parse the arguments, measure every model and save."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--models", default="gemma3-270m,smollm2-135m")
     parser.add_argument("--tokens", type=int, default=tokens, help="of the text; 0: all")
     parser.add_argument("--window", type=int, default=window, help="tokens of a window")
+    parser.add_argument("--skip", type=int, default=skip, help="tokens at the start of the text that are left out")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--save-as", default=name)
     given = parser.parse_args()
     models = given.models.split(",")
-    rows = [row for model in models for row in measure_model(model, forms, given.tokens, given.device, given.window)]
+    sizes = given.tokens, given.device, given.window, given.skip
+    rows = [row for model in models for row in measure_model(model, forms, *sizes)]
     print(f"saved to {save(given.save_as, rows)}")
 
 

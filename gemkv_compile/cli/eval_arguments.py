@@ -17,7 +17,10 @@ def add_eval(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("model", help=f"{', '.join(MODEL_NAMES)}, a folder, or a .gguf file")
     parser.add_argument("--text", type=Path, metavar="FILE", help="text to measure on (default: Python's own manual)")
     parser.add_argument(
-        "--formats", type=_names, default=["model", "int8"], help="of int8, k8v4, int4, model (default model,int8)"
+        "--formats",
+        type=_names,
+        default=["model", "int8"],
+        help="of int8, k8v4, k6v4, int4, model (model,int8)",
     )
     parser.add_argument(
         "--drop",

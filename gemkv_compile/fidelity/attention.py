@@ -59,13 +59,14 @@ def window_attention(form: Format, prompt: int) -> Callable[..., tuple[Tensor, N
     ) -> tuple[Tensor, None]:
         _check(query, key, attention_mask, options)
         keys, values, done, parts = key.clone(), value.clone(), 0, list[Tensor]()
-        holes = holes_of(form.drop, module, query, attention_mask, options)
+        holes = holes_of(form.drop, module, query, attention_mask, options, form.guard)
         for first, end, stored in holes.split(runs(query.shape[2], prompt, form.group)):
             before = min(stored, first // form.group * form.group)
             for until in (before, stored):
                 if until > done:
+                    new = slice(max(done, form.guard), max(until, form.guard))
                     for rows, store in zip((keys, values), form.stores, strict=True):
-                        rows[:, :, done:until] = store(rows[:, :, done:until])
+                        rows[:, :, new] = store(rows[:, :, new])
                     done = until
                 if until == before:  # the policy sees what is stored before this run
                     holes.ask(first, prompt, keys)

@@ -50,7 +50,7 @@ class DecodePath:
 
     def _call(self, form: Format) -> Callable[..., Any]:
         if form.kv_format:
-            options = {"kv_format": form.kv_format, "drop": form.drop, "strict": True}
+            options: dict[str, Any] = {"kv_format": form.kv_format, "drop": form.drop, "strict": True}
             return torch.compile(self.model, backend="gemkv", options=options)
         return _written_out(self.model) if form.written_out else self.model
 

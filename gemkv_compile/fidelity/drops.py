@@ -72,6 +72,7 @@ class Holes:
         query: [batch, Hq, T, D] of the whole window.
         mask: bool [batch, 1, T, T], which tokens a query sees without a policy.
         scale, softcap: Of the scores.
+        guard: Tokens at the start that the format keeps as they are, and that are therefore never dropped.
     """
 
     def __init__(
@@ -83,7 +84,9 @@ class Holes:
         mask: Tensor,
         scale: float,
         softcap: float | None,
+        guard: int = 0,
     ) -> None:
+        self._guard = guard
         self._policy = None if is_windowed and policy is not None and not policy.windowed else policy
         self._layer, self._query, self._mask = layer, query, mask
         self._scale, self._softcap = scale, softcap
@@ -118,9 +121,10 @@ class Holes:
         self._asked = tokens
         complete, new_tokens = tokens // PAGE * PAGE, prompt if tokens == prompt else 1
         exists = ~self._lost[:, :complete].unflatten(1, (-1, PAGE)).all(2)
+        exists[:, : self._guard // PAGE] = False
         attention = self._attention(tokens, keys)[:, :, :complete].unflatten(2, (-1, PAGE))
         about = Pages(self._layer, tokens, new_tokens, PAGE, None, exists.cpu(), attention)
-        chosen = policy.choose(about).to(self._lost.device)
+        chosen = policy.choose(about).to(self._lost.device) & exists
         self._lost[:, :complete] |= chosen.repeat_interleave(PAGE, 1)
 
     def _attention(self, tokens: int, keys: Tensor) -> Tensor:
@@ -136,10 +140,12 @@ class Holes:
         return scores.masked_fill(~self.seen(first, tokens), float("-inf")).softmax(-1).mean(2)
 
 
-def holes_of(policy: Policy | None, module: Any, query: Tensor, mask: Tensor, options: dict[str, Any]) -> Holes:
+def holes_of(
+    policy: Policy | None, module: Any, query: Tensor, mask: Tensor, options: dict[str, Any], guard: int
+) -> Holes:
     """The holes of an attention module of Transformers that is called with these options."""
     window = options.get("sliding_window") or getattr(module, "sliding_window", None)
     scale = options.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     layer = getattr(module, "layer_idx", 0)
-    return Holes(policy, layer, window is not None, query, mask, scale, options.get("softcap"))
+    return Holes(policy, layer, window is not None, query, mask, scale, options.get("softcap"), guard)

@@ -17,7 +17,7 @@ from torch import Tensor
 from gemkv_compile.drop import Policy
 from gemkv_compile.errors import InvalidOption
 from gemkv_compile.fidelity.drops import policy_named
-from gemkv_compile.kernels.layout import CODE_BITS, KV_FORMATS, PageLayout
+from gemkv_compile.kernels.layout import CODE_BITS, GUARDED, KV_FORMATS, PageLayout
 from gemkv_compile.kernels.memory import pack_groups, read_groups
 from gemkv_compile.options import Options
 
@@ -34,6 +34,7 @@ class Format:
         group: Tokens that are stored together, once the last of them is there; until then they are read exactly.
         store: Maps keys [..., n * group, head_dim] to what reading them back gives, same shape and dtype.
         store_values: The same for values; None: as keys.
+        guard: Tokens at the start of a sequence that stay as they are.
         written_out: Attention is matmul, softmax, matmul instead of the fused operator.
         kv_format: The product's format that this is, or "" for one that the product does not have.
         drop: A policy that drops pages of the cache, or None.
@@ -43,6 +44,7 @@ class Format:
     group: int
     store: Callable[[Tensor], Tensor]
     store_values: Callable[[Tensor], Tensor] | None = None
+    guard: int = 0
     written_out: bool = False
     kv_format: str = ""
     drop: Policy | None = None
@@ -71,7 +73,8 @@ def paged(name: str) -> Format:
         groups = rows.unflatten(-2, (-1, GROUP))
         return read_groups(pack_groups(groups, groups, layout), layout)[which].to(rows.dtype)
 
-    return Format(name, GROUP, lambda keys: store(keys, 0), lambda values: store(values, 1), kv_format=name)
+    guard = GROUP if name in GUARDED else 0
+    return Format(name, GROUP, lambda keys: store(keys, 0), lambda values: store(values, 1), guard, kv_format=name)
 
 
 # "model" keeps the others' groups, so that in the parallel path it runs through the same steps and must change nothing.

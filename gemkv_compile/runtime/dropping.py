@@ -92,8 +92,11 @@ class Dropper:
             assert table.observed is not None and plan.observed is not None
             attention = attention_of_pages(table, tokens, table.observed, plan.observed, padding)
         nowhere, new = (False,) * table.batch, (not table.is_appending,) * table.batch
+        kept = 1 if table.pool.layout.is_guarded else 0  # the first group is read from the tail whatever happens to it
         there = [
-            [address != 0 for address in table.pages[index]]
+            nowhere
+            if index < kept
+            else [address != 0 for address in table.pages[index]]
             if index in table.pages
             else (new if (index + 1) * table.page_size > table.length else nowhere)
             for index in range(count)

@@ -23,7 +23,7 @@ class LayerMemory:
     Args:
         pages: Whole pages: codes, scales and padding. One that several tables share is counted in the first of them.
         codes, scales: Of these; also those of groups that are not complete yet.
-        tail: Rows of the newest, incomplete group, in the model's precision.
+        tail: Rows in the model's precision: of the newest, incomplete group, and in guarded formats of the first.
         tables: Page addresses, lengths and starts.
         padding: Bytes of pages that are there for alignment only.
         unwritten: Bytes of codes and scales that no row has been written to yet.
@@ -73,12 +73,16 @@ def kv_memory(cache: Any) -> Ledger:
         TypeError: something in it is neither a tensor nor a cache.
     Dense tensors that share memory are counted once.
     """
-    leaves = list(_tensors(cache))
-    tables = {id(leaf.table): leaf.table for leaf in leaves if isinstance(leaf, PagedKVTensor)}
-    counted: set[int] = set()
-    layers = tuple(_measure(table, counted) for table in tables.values())
+    leaves, counted = list(_tensors(cache)), set[int]()
+    layers = tuple(_measure(table, counted) for table in tables_of(leaves))
     dense = _dense_bytes([leaf for leaf in leaves if not isinstance(leaf, PagedKVTensor)])
     return Ledger(layers, dense, tuple(pools.stats()))
+
+
+def tables_of(cache: Any) -> list[PageTable]:
+    """The page tables of a cache, as `kv_memory` takes it, each once and in order."""
+    handles = [leaf for leaf in _tensors(cache) if isinstance(leaf, PagedKVTensor)]
+    return list({id(handle.table): handle.table for handle in handles}.values())
 
 
 def trim() -> int:

@@ -22,12 +22,12 @@ class DeviceState:
     page_table: torch.Tensor  # [batch, max_pages] int64
     seq_lens: torch.Tensor  # [batch] int32
     starts: torch.Tensor  # [batch] int32
-    tail: torch.Tensor  # [batch, 2, Hkv, G, D]
+    tail: torch.Tensor  # [batch, 2, Hkv, G, D], 2 G in a guarded format
 
     @classmethod
     def new(cls, layout: PageLayout, batch: int, columns: int, device: torch.device) -> DeviceState:
         """The state of empty sequences; plain tensors, also in inference mode."""
-        tail_shape = (batch, 2, layout.num_kv_heads, layout.group_size, layout.head_dim)
+        tail_shape = (batch, 2, layout.num_kv_heads, layout.tail_rows, layout.head_dim)
         with torch.inference_mode(False):
             return cls(
                 torch.zeros(batch, columns, dtype=torch.int64, device=device),
@@ -142,21 +142,25 @@ class PageState:
             ReleasedHandle: one of the rows has been given back.
         """
         layout, in_tail = self.pool.layout, self.tail_begin
+        guarded = min(layout.group_size, in_tail, length) if layout.is_guarded else 0
         shape = (self.batch, layout.num_kv_heads, length - start, layout.head_dim)
         with torch.inference_mode(False), torch.no_grad():
             both = [torch.empty(shape, dtype=layout.model_dtype, device=self.pool.device) for _ in range(2)]
-            self._read_pages(both, start, min(length, in_tail))
-            begin = max(start, in_tail)
-            if length > begin:
-                for rows, newest in zip(both, tail.unbind(1), strict=True):
-                    rows[:, :, begin - start :] = newest[:, :, begin - in_tail : length - in_tail]
+            self._read_pages(both, start, max(start, guarded), min(length, in_tail))
+            begin, at = max(start, in_tail), layout.tail_row(self.length) - in_tail
+            for rows, kept in zip(both, tail.unbind(1), strict=True):
+                if start < guarded:
+                    rows[:, :, : guarded - start] = kept[:, :, start:guarded]
+                if length > begin:
+                    rows[:, :, begin - start :] = kept[:, :, at + begin : at + length]
         return both
 
-    def _read_pages(self, both: list[torch.Tensor], start: int, stored: int) -> None:
+    def _read_pages(self, both: list[torch.Tensor], start: int, first_row: int, stored: int) -> None:
+        """Read tokens [first_row, stored) from pages into rows that begin with token `start`."""
         layout, dtype = self.pool.layout, self.pool.layout.model_dtype
-        for index in self.page_indices(start, stored):
+        for index in self.page_indices(first_row, stored):
             first = index * layout.page_size
-            begin, end = max(start, first), min(stored, first + layout.page_size)
+            begin, end = max(first_row, first), min(stored, first + layout.page_size)
             if 0 in self.pages[index]:
                 raise DroppedRows(begin, end)
             if self.batch:

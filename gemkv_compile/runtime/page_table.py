@@ -271,8 +271,8 @@ class PageTable(PageState):
         Raises:
             ReleasedHandle: a row of [start, length) has been given back; holes are no reason, unless one is cut.
         """
-        rows = range(self.batch) if rows is None else rows
-        stored = length - length % self.pool.layout.group_size
+        rows, layout = range(self.batch) if rows is None else rows, self.pool.layout
+        stored = length - length % layout.group_size
         other = PageTable(self.pool, len(rows))
         with self.claimed():
             indices = self.page_indices(start, stored)
@@ -286,9 +286,11 @@ class PageTable(PageState):
         if indices:
             other.ensure_columns(range(indices[0], indices[-1] + 1))
             other.write_entries(other.pages)
-        chosen = torch.tensor(rows, dtype=torch.int64, device=self.pool.device)
+        chosen, at = torch.tensor(rows, dtype=torch.int64, device=self.pool.device), layout.tail_row(length)
+        if layout.is_guarded and stored:
+            other.tail[:, :, :, : layout.group_size] = self.tail[chosen][:, :, :, : layout.group_size]
         for role, dense in enumerate(newest):
-            other.tail[:, role, :, : length - stored] = dense[chosen]
+            other.tail[:, role, :, at : at + length - stored] = dense[chosen]
         if self.observed is not None:
             other.observed = self.observed.selected(chosen, length)
         other.length = length

@@ -1,6 +1,7 @@
 """Appending to pages in Triton: one launch for a decode step, with the commit of a full group inside.
 
-A block of 4-bit codes is two half blocks of channels, d and d + D / 2, that share bytes.
+A block of 4-bit codes is two half blocks of channels, d and d + D / 2, that share bytes; one of 6-bit codes is four
+quarter blocks, D / 4 apart.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -15,6 +16,7 @@ from torch import Tensor
 from gemkv_compile.errors import InvalidOption
 from gemkv_compile.kernels.append_kv.kernel_quantise import (
     LARGEST_OF_4,
+    LARGEST_OF_6,
     LARGEST_OF_8,
     load_tokens,
     quantise_channels,
@@ -47,6 +49,7 @@ def append_kv_triton(
         "HEADS": heads,
         "D": dim,
         "GROUP": layout.group_size,
+        "TAIL_ROWS": layout.tail_rows,
         "GROUPS_PER_PAGE": layout.groups_per_page,
         "K_BITS": layout.k_bits,
         "V_BITS": layout.v_bits,
@@ -75,7 +78,8 @@ def append_token(
     page_table, table_batch, table_page, max_pages, seq_lens, lens_batch, tail, tail_batch,
     HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, GROUPS_PER_PAGE: tl.constexpr,
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr, GROUP_BYTES: tl.constexpr,
-    QUANTISED: tl.constexpr, HEADS_PADDED: tl.constexpr, D_PADDED: tl.constexpr, BLOCK_D: tl.constexpr,
+    QUANTISED: tl.constexpr, TAIL_ROWS: tl.constexpr, HEADS_PADDED: tl.constexpr, D_PADDED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One token of one sequence: a program does all heads, so that it alone reads and advances the length."""
     row = tl.program_id(0).to(tl.int64)
@@ -84,25 +88,28 @@ def append_token(
     k += row * k_batch
     v += row * v_batch
     tail += row * tail_batch
-    if fill < GROUP - 1:
+    is_first = (length < GROUP) & (TAIL_ROWS > GROUP)  # of a guarded format, whose first group stays in the tail
+    tail += tl.where(is_first, 0, TAIL_ROWS - GROUP) * D
+    if (fill < GROUP - 1) | is_first:
         head = tl.arange(0, HEADS_PADDED)[:, None].to(tl.int64)
         dim = tl.arange(0, D_PADDED)[None, :]
         inside = (head < HEADS) & (dim < D)
-        place = tail + (head * GROUP + fill) * D + dim
+        place = tail + (head * TAIL_ROWS + fill) * D + dim
         tl.store(place, tl.load(k + head * k_head + dim * k_dim, mask=inside), mask=inside)
-        tl.store(place + HEADS * GROUP * D, tl.load(v + head * v_head + dim * v_dim, mask=inside), mask=inside)
-    else:
+        tl.store(place + HEADS * TAIL_ROWS * D, tl.load(v + head * v_head + dim * v_dim, mask=inside), mask=inside)
+    if fill == GROUP - 1:
         group = length // GROUP
         address = tl.load(page_table + row * table_batch + (group // GROUPS_PER_PAGE) % max_pages * table_page)
         if address != 0:
             for head in range(HEADS):
                 block = address + (head * GROUPS_PER_PAGE + group % GROUPS_PER_PAGE).to(tl.int64) * GROUP_BYTES
-                norms = token_norms(tail + (HEADS + head) * GROUP * D, v + head * v_head, 0, v_dim, 0, fill, fill + 1,
+                k_rows, v_rows = tail + head * TAIL_ROWS * D, tail + (HEADS + head) * TAIL_ROWS * D
+                norms = token_norms(v_rows, v + head * v_head, 0, v_dim, 0, fill, fill + 1,
                                V_BITS, D, GROUP, BLOCK_D)  # fmt: skip
                 for first in tl.static_range(0, D, BLOCK_D):
-                    _commit(tail + head * GROUP * D, k + head * k_head, 0, k_dim, 0, fill, fill + 1, norms, first,
+                    _commit(k_rows, k + head * k_head, 0, k_dim, 0, fill, fill + 1, norms, first,
                             block, False, K_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
-                    _commit(tail + (HEADS + head) * GROUP * D, v + head * v_head, 0, v_dim, 0, fill, fill + 1, norms,
+                    _commit(v_rows, v + head * v_head, 0, v_dim, 0, fill, fill + 1, norms,
                             first, block, True, V_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
     tl.debug_barrier()  # every thread has read the length
     tl.store(seq_lens + row * lens_batch, length + 1)
@@ -114,7 +121,7 @@ def append_chunk(
     page_table, table_batch, table_page, max_pages, seq_lens, lens_batch, tail, tail_batch, q_len,
     HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, GROUPS_PER_PAGE: tl.constexpr,
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr, GROUP_BYTES: tl.constexpr,
-    QUANTISED: tl.constexpr, BLOCK_D: tl.constexpr,
+    QUANTISED: tl.constexpr, TAIL_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One group of one head's keys or values, some channels; the program of the first group also fills the tail."""
     step = tl.program_id(0)
@@ -132,7 +139,10 @@ def append_chunk(
     else:
         new = k + row * k_batch + head * k_head
         token_stride, dim_stride = k_token, k_dim
-    rows = tail + row * tail_batch + (is_value.to(tl.int64) * HEADS + head) * GROUP * D
+    rows = tail + row * tail_batch + (is_value.to(tl.int64) * HEADS + head) * TAIL_ROWS * D
+    rest = rows + tl.where(length + q_len < GROUP, 0, TAIL_ROWS - GROUP) * D  # where the incomplete group goes
+    rows += tl.where(length < GROUP, 0, TAIL_ROWS - GROUP) * D
+    guarded = (TAIL_ROWS > GROUP) & (length < GROUP) & (total >= GROUP)  # the first group stays where it is
     block = length.to(tl.int64) * 0  # the address of the group's tile; 0: there is none
     if step < complete:
         group = length // GROUP + step
@@ -142,18 +152,18 @@ def append_chunk(
         if (page > newest - max_pages) & (address != 0):
             block = address + (head * GROUPS_PER_PAGE + group % GROUPS_PER_PAGE).to(tl.int64) * GROUP_BYTES
     if is_value:
-        _part(rows, new, token_stride, dim_stride, step, fill, total, first, block,
+        _part(rows, rest, guarded, new, token_stride, dim_stride, step, fill, total, first, block,
               True, V_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
     else:
-        _part(rows, new, token_stride, dim_stride, step, fill, total, first, block,
+        _part(rows, rest, guarded, new, token_stride, dim_stride, step, fill, total, first, block,
               False, K_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
 
 
 @triton.jit
 def _part(
-    rows, new, token_stride, dim_stride, step, fill, total, first, block, IS_VALUE: tl.constexpr, BITS: tl.constexpr,
-    D: tl.constexpr, GROUP: tl.constexpr, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr, QUANTISED: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    rows, rest, guarded, new, token_stride, dim_stride, step, fill, total, first, block, IS_VALUE: tl.constexpr,
+    BITS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr,
+    QUANTISED: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """What one program of `append_chunk` writes. A barrier: the first group is read before the tail is written."""
     if IS_VALUE and BITS == 4:  # norms are of all channels, so one program has them all
@@ -166,24 +176,29 @@ def _part(
             if step == 0:
                 tl.debug_barrier()
                 for at in range(0, D, BLOCK_D):
-                    _fill_tail(rows, new, token_stride, dim_stride, fill, total, at, BITS, D, GROUP, BLOCK_D)
+                    _fill_tail(rest, new, token_stride, dim_stride, total // GROUP * GROUP, fill, total, at,
+                               BITS, D, GROUP, BLOCK_D)  # fmt: skip
+                    if guarded:
+                        _fill_tail(rows, new, token_stride, dim_stride, 0, fill, total, at, BITS, D, GROUP, BLOCK_D)
     else:
         if block != 0:
             _commit(rows, new, token_stride, dim_stride, step, fill, total, (0, 0), first, block,
                     IS_VALUE, BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
         if step == 0:
             tl.debug_barrier()
-            _fill_tail(rows, new, token_stride, dim_stride, fill, total, first, BITS, D, GROUP, BLOCK_D)
+            _fill_tail(rest, new, token_stride, dim_stride, total // GROUP * GROUP, fill, total, first,
+                       BITS, D, GROUP, BLOCK_D)  # fmt: skip
+            if guarded:
+                _fill_tail(rows, new, token_stride, dim_stride, 0, fill, total, first, BITS, D, GROUP, BLOCK_D)
 
 
 @triton.jit
 def _fill_tail(
-    rows, new, token_stride, dim_stride, fill, total, first,
+    rows, new, token_stride, dim_stride, begin, fill, total, first,
     BITS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write the new tokens of the incomplete group to the tail: the channels that `_commit` reads for this block."""
+    """Write the new tokens of the group from token `begin` on to the tail, in the channels that `_commit` reads."""
     dim = _channels(first, BITS, D, BLOCK_D)[None, :]
-    begin = total // GROUP * GROUP
     token = begin + tl.arange(0, GROUP)[:, None]
     inside = (token >= fill) & (token < total) & (dim < D)
     x = tl.load(new + (token - fill).to(tl.int64) * token_stride + dim * dim_stride, mask=inside)
@@ -192,11 +207,12 @@ def _fill_tail(
 
 @triton.jit
 def _channels(first, BITS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The channels of the block at `first`, [BLOCK_D]; D where there is none. With 4 bits, those of two half blocks."""
+    """The channels of the block at `first`, [BLOCK_D]; D where there is none. See the head of this file."""
     place = tl.arange(0, BLOCK_D)
-    if BITS == 4:
-        pair = first // 2 + place % (BLOCK_D // 2)
-        dim = tl.where(pair < D // 2, pair + place // (BLOCK_D // 2) * (D // 2), D)
+    if BITS == 4 or BITS == 6:
+        PARTS: tl.constexpr = 2 if BITS == 4 else 4
+        one = first // PARTS + place % (BLOCK_D // PARTS)
+        dim = tl.where(one < D // PARTS, one + place // (BLOCK_D // PARTS) * (D // PARTS), D)
     else:
         dim = first + place
     return dim
@@ -212,6 +228,21 @@ def _commit(
 
     The channels are those of `_channels`, the group that of `load_tokens`; norms: its `token_norms`, if it has some.
     """
+    if BITS == 6:
+        _commit_quarters(tail, new, token_stride, dim_stride, step, fill, total, first, block,
+                         D, GROUP, K_BYTES, V_BYTES, BLOCK_D)  # fmt: skip
+    else:
+        _commit_halves(tail, new, token_stride, dim_stride, step, fill, total, norms, first, block, IS_VALUE,
+                       BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
+
+
+@triton.jit
+def _commit_halves(
+    tail, new, token_stride, dim_stride, step, fill, total, norms, first, block, IS_VALUE: tl.constexpr,
+    BITS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr,
+    QUANTISED: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`_commit` for numbers of 4 or 8 bits and of the model."""
     scales = (block + K_BYTES + V_BYTES).to(tl.pointer_type(tl.float16)) + (2 * D if IS_VALUE else 0)
     WIDTH: tl.constexpr = D // 2 if BITS == 4 else D
     token = tl.arange(0, GROUP)
@@ -236,3 +267,26 @@ def _commit(
     place = dim[None, :] * GROUP + token[:, None] if IS_VALUE else token[:, None] * WIDTH + dim[None, :]
     plane = block + K_BYTES if IS_VALUE else block
     tl.store(plane.to(tl.pointer_type(x.dtype)) + place, x, mask=(dim < WIDTH)[None, :])
+
+
+@triton.jit
+def _commit_quarters(
+    tail, new, token_stride, dim_stride, step, fill, total, first, block, D: tl.constexpr, GROUP: tl.constexpr,
+    K_BYTES: tl.constexpr, V_BYTES: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`_commit` for keys of 6 bits."""
+    scales = (block + K_BYTES + V_BYTES).to(tl.pointer_type(tl.float16))
+    PART: tl.constexpr = D // 4
+    dim = first // 4 + tl.arange(0, BLOCK_D // 4)
+    inside = (dim < PART)[None, :]
+    row = block.to(tl.pointer_type(tl.int8)) + tl.arange(0, GROUP)[:, None] * (3 * PART) + dim[None, :]
+    rests = tl.zeros([GROUP, BLOCK_D // 4], tl.int8)
+    for half in tl.static_range(2):  # the quarters whose upper bits share a byte
+        at, after = half * PART, (half + 2) * PART
+        x = load_tokens(tail, new, token_stride, dim_stride, step, fill, total, dim + at, at + PART, D, GROUP)
+        low = quantise_channels(x, scales, dim + at, at + PART, D, LARGEST_OF_6)
+        x = load_tokens(tail, new, token_stride, dim_stride, step, fill, total, dim + after, after + PART, D, GROUP)
+        high = quantise_channels(x, scales, dim + after, after + PART, D, LARGEST_OF_6)
+        tl.store(row + at, ((low >> 2) & 15) | ((high >> 2) << 4), mask=inside)
+        rests = rests | ((low & 3) << (2 * half)) | ((high & 3) << (2 * half + 4))
+    tl.store(row + 2 * PART, rests, mask=inside)

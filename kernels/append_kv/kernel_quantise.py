@@ -11,6 +11,7 @@ from gemkv_compile.kernels.formats import HALF_MAX, MAX_CODE, NORM_STEPS
 
 _HALF_MAX = tl.constexpr(HALF_MAX)
 LARGEST_OF_8 = tl.constexpr(float(MAX_CODE[8]))
+LARGEST_OF_6 = tl.constexpr(float(MAX_CODE[6]))
 LARGEST_OF_4 = tl.constexpr(float(MAX_CODE[4]))
 _NORM_STEPS = tl.constexpr(float(NORM_STEPS))
 _TO_NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds a small float32 to an integer, half to even

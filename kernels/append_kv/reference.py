@@ -16,35 +16,37 @@ def append_kv_reference(
     if not k.numel():
         return
     lengths = seq_lens.tolist()
-    for fill in sorted({length % layout.group_size for length in lengths}):
-        rows = [row for row, length in enumerate(lengths) if length % layout.group_size == fill]
+    guard = layout.group_size if layout.is_guarded else 0
+    places = [(length % layout.group_size, layout.tail_row(length)) for length in lengths]
+    for fill, at in sorted(set(places)):
+        rows = [row for row, place in enumerate(places) if place == (fill, at)]
         # Sequences whose tails hold the same number of tokens complete the same number of groups.
         picked = slice(None) if len(rows) == len(lengths) else rows
-        rest, data = _fill_tail(tail[picked], k[picked], v[picked], fill, page_table.shape[1], layout)
+        old, new = tail[picked][:, :, :, at : at + fill], torch.stack((k[picked], v[picked]), dim=1)
+        rest, data = _fill_tail(old, new, page_table.shape[1], layout)
         if data is None:
-            tail[picked, :, :, fill : fill + k.shape[2]] = rest
+            tail[picked, :, :, at + fill : at + fill + k.shape[2]] = rest
             continue
-        tail[picked, :, :, : rest.shape[3]] = rest
+        if guard and not at:
+            tail[picked, :, :, fill:guard] = new[:, :, :, : guard - fill]
+        tail[picked, :, :, guard : guard + rest.shape[3]] = rest
         for row, groups in zip(rows, data, strict=True):
             first = (lengths[row] + k.shape[2]) // layout.group_size - groups.shape[1]
             _write_pages(groups, first, page_table[row].tolist(), layout)
     seq_lens += k.shape[2]
 
 
-def _fill_tail(
-    tail: Tensor, k: Tensor, v: Tensor, fill: int, max_pages: int, layout: PageLayout
-) -> tuple[Tensor, Tensor | None]:
-    """Put new tokens behind the `fill` tokens of the tail.
+def _fill_tail(old: Tensor, new: Tensor, max_pages: int, layout: PageLayout) -> tuple[Tensor, Tensor | None]:
+    """Put new tokens behind those of the tail, both [batch, 2, Hkv, tokens, D].
 
     Returns:
         The tokens for the tail, [batch, 2, Hkv, n, D], and the packed groups [batch, Hkv, n, group_bytes] or None if
         none is complete, without those that are too old for a table of max_pages columns.
     """
-    new = torch.stack((k, v), dim=1)
-    complete = (fill + new.shape[3]) // layout.group_size
+    complete = (old.shape[3] + new.shape[3]) // layout.group_size
     if not complete:
         return new, None
-    tokens = torch.cat((tail[:, :, :, :fill], new), dim=3)
+    tokens = torch.cat((old, new), dim=3)
     end = complete * layout.group_size
     skipped = max(0, complete - max_pages * layout.groups_per_page) * layout.group_size
     grouped = tokens[:, :, :, skipped:end].unflatten(3, (-1, layout.group_size))

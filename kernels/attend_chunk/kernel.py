@@ -116,11 +116,19 @@ def attend_chunk_kernel(
     end = length - length % F.group_size
     oldest = ((end - 1) // F.page_size - max_pages + 1) * F.page_size
     table, head_group = page_table + row * table_s[0], kv_head * (F.page_size // F.group_size)
+    if F.guarded:
+        oldest = tl.maximum(oldest, F.group_size)
     there, full_there = tl.maximum(low, oldest), tl.maximum(full, oldest)
     state = attend_pages(state, queries, table, table_s[1], max_pages, head_group, there, full_there, end, view, F)
 
     tail += row * tail_s[0] + kv_head * tail_s[2]
     strides = (tail_s[3], tail_s[4], tail_s[3], tail_s[4])
+    if F.guarded:  # the first group, and then the newest one, if it is another
+        guard = tl.minimum(length, F.group_size)
+        for at in tl.range(low // BLOCK_N * BLOCK_N, guard, BLOCK_N):
+            state = attend_rows(state, queries, tail, tail + tail_s[1], strides, at, 0, low, guard, False, view, F)
+        tail += F.group_size * tail_s[3]
+        end = tl.maximum(end, guard)
     for at in tl.range(tl.maximum(low - end, 0) // BLOCK_N * BLOCK_N, length - end, BLOCK_N):
         state = attend_rows(state, queries, tail, tail + tail_s[1], strides, at, end, low, length, False, view, F)
 
@@ -185,6 +193,7 @@ def _form(
         k_bytes=layout.k_bytes,
         v_bytes=layout.v_bytes,
         quantised=layout.is_quantised,
+        guarded=layout.is_guarded,
         causal=causal,
         windowed=window is not None,
         capped=softcap is not None,

@@ -21,6 +21,17 @@ def own_nibble(pairs, high):
 
 
 @triton.jit
+def codes_of_6(rows, d, has, F: tl.constexpr):
+    """Keys of 6 bits, [block_n, dim] int8, from pointers [block_n, 1] to their rows: see `kernels.layout`."""
+    HALF: tl.constexpr = F.head_dim // 2
+    QUARTER: tl.constexpr = F.head_dim // 4
+    pairs = tl.load(rows + (d % HALF)[None, :], mask=has[None, :], other=0)
+    rests = tl.load(rows + (HALF + d % QUARTER)[None, :], mask=has[None, :], other=0)
+    shift = (d // QUARTER % 4 * 2).to(tl.int8)
+    return (own_nibble(pairs, (d >= HALF)[None, :]) << 2) | ((rests >> shift[None, :]) & 3)
+
+
+@triton.jit
 def decode_codes(codes, planes, has, PLANE: tl.constexpr, F: tl.constexpr):
     """Codes [block_n, dim] as float32; the scale is PLANE planes of head_dim numbers on, the zero-point follows it."""
     scale = tl.load(planes + PLANE * F.head_dim, mask=has, other=0).to(tl.float32)
@@ -48,7 +59,7 @@ def attend_pages(state, q, table, table_p, max_pages, head_group, low, full, hig
     """
     BLOCK_N: tl.constexpr = F.block_n
     ELEMENT: tl.constexpr = tl.int8 if F.quantised else q.dtype
-    # Bytes of 4-bit codes are read twice, for each half of the channels: the tile is then as an 8-bit one.
+    # Bytes of packed codes are read once for every channel in them: the tile is then as an 8-bit one.
     K_DIM: tl.constexpr = F.head_dim // 2 if F.k_bits == 4 else F.head_dim
     V_DIM: tl.constexpr = F.head_dim // 2 if F.v_bits == 4 else F.head_dim
     max_pages = tl.maximum(max_pages, 1)
@@ -67,7 +78,10 @@ def attend_pages(state, q, table, table_p, max_pages, head_group, low, full, hig
         has, row = (d < F.head_dim) & (address != 0), n
         if F.group_size != BLOCK_N:
             row = n + tl.multiple_of(at % F.group_size, BLOCK_N)
-        keys = tl.load(data + row[:, None] * K_DIM + k_d[None, :], mask=has[None, :], other=0)
+        if F.k_bits == 6:
+            keys = codes_of_6(data + row[:, None] * (F.head_dim // 4 * 3), d, has, F)
+        else:
+            keys = tl.load(data + row[:, None] * K_DIM + k_d[None, :], mask=has[None, :], other=0)
         data = tl.multiple_of((base + F.k_bytes).to(tl.pointer_type(ELEMENT)), 16)
         values = tl.load(data + v_d[:, None] * F.group_size + row[None, :], mask=has[:, None], other=0)
         if F.k_bits == 4:

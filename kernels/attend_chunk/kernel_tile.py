@@ -36,6 +36,7 @@ class Form:
     k_bytes: int
     v_bytes: int
     quantised: bool
+    guarded: bool
     causal: bool
     windowed: bool
     capped: bool

@@ -1,44 +1,21 @@
 """Attention of one new token to its paged past in Triton: tokens on the long side of the product, split over programs.
 
 A program takes a run of 64-token groups of one K/V head and leaves an unnormalised sum; a second launch combines them.
-With k = code * scale + zero per channel of a group, q . k = (q * scale) . code + q . zero, so codes go to the tensor
-cores as they are, and the same holds for the values; scales per token go into the weights. 4-bit codes come two in a
-byte: low and high nibbles are two tiles, the two halves of the channels (`kernels.layout`), with a product each.
-Models of 16 bits multiply codes in float16 whatever their dtype is (`kernel_codes`): queries are brought to numbers
-below 1 for it, which float16 holds with 3 more bits than bfloat16, and weights lie below 256.
 """
-
-# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from gemkv_compile.kernels.attend_pages.kernel_codes import BIAS, exact_codes, exact_high, exact_low, shifted_codes
-from gemkv_compile.kernels.attend_pages.kernel_parts import (
-    HEADROOM,
-    LOWEST,
-    combine_splits,
-    exact_dot,
-    finish_scores,
-    is_seen,
-    largest_number,
-    load_columns,
-    load_plane,
-    load_rows,
-    multiply_keys,
-    normalise,
-    power_above,
-)
+from gemkv_compile.kernels.attend_pages.kernel_parts import combine_splits
+from gemkv_compile.kernels.attend_pages.kernel_split import attend_split
 from gemkv_compile.kernels.attend_pages.sizes import (
     device_limits,
-    half_padded,
     num_splits,
     num_warps,
     padded,
+    part_padded,
     stages,
     step_bytes,
     tile_tokens,
@@ -85,11 +62,11 @@ def attend_pages_triton(
             padding, *((0, 0, 0) if padding is None else (*padding.stride(), padding.shape[1])),
             view, *((0, 0, 0, 0) if view is None else (view.stride(0), view.stride(1), view.stride(3), view.shape[3])),
             sums, peaks, scale, softcap or 0.0, window or 0,
-            HEADS=heads, GROUPS=groups, D=dim, GROUP=layout.group_size, TILE=tile,
+            HEADS=heads, GROUPS=groups, D=dim, GROUP=layout.group_size, TILE=tile, TAIL_ROWS=layout.tail_rows,
             GROUPS_PER_PAGE=layout.groups_per_page, K_BITS=layout.k_bits, V_BITS=layout.v_bits, K_BYTES=layout.k_bytes,
             V_BYTES=layout.v_bytes, GROUP_BYTES=layout.group_bytes, QUANTISED=layout.is_quantised,
             HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, D_PADDED=padded(dim),
-            HALF_PADDED=half_padded(dim), GROUPS_PADDED=max(8, padded(groups)),
+            HALF_PADDED=part_padded(dim, 2), QUARTER_PADDED=part_padded(dim, 4), GROUPS_PADDED=max(8, padded(groups)),
             HALVES=q.element_size() == 2, BITS=q.is_cuda, num_warps=num_warps(dim),
             num_stages=stages(step_bytes(tile, dim, layout.k_bits + layout.v_bits), shared_bytes),
         )  # fmt: skip
@@ -98,179 +75,3 @@ def attend_pages_triton(
             D=dim, D_PADDED=padded(dim), SPLITS_PADDED=padded(splits), num_warps=4,
         )  # fmt: skip
     return out, lse
-
-
-@triton.jit
-def attend_split(
-    q, q_batch, q_head, q_dim, page_table, table_batch, table_page, max_pages,
-    seq_lens, lens_batch, starts, starts_batch, tail, tail_batch,
-    padding, padding_batch, padding_token, padding_len, mask, mask_batch, mask_head, mask_token, mask_len,
-    sums, peaks, scale, softcap, window,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
-    GROUPS_PER_PAGE: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_BYTES: tl.constexpr,
-    V_BYTES: tl.constexpr, GROUP_BYTES: tl.constexpr, QUANTISED: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, D_PADDED: tl.constexpr, HALF_PADDED: tl.constexpr, GROUPS_PADDED: tl.constexpr,
-    HALVES: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    """One share of one K/V head's keys: sums [D, query heads], the largest score and the sum of weights of each.
-
-    HALVES: the model's numbers have 16 bits; BITS: float16 numbers may be made of bits.
-    """
-    split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    splits = tl.num_programs(0)
-    # Keys and values of 4 bits are tiles of half the channels; the other half is HALF further on.
-    HALF: tl.constexpr = D // 2
-    K_DIM: tl.constexpr = HALF if K_BITS == 4 else D
-    V_DIM: tl.constexpr = HALF if V_BITS == 4 else D
-    K_PADDED: tl.constexpr = HALF_PADDED if K_BITS == 4 else D_PADDED
-    V_PADDED: tl.constexpr = HALF_PADDED if V_BITS == 4 else D_PADDED
-    SCALES: tl.constexpr = K_BYTES + V_BYTES
-    k_dim, v_dim = tl.arange(0, K_PADDED), tl.arange(0, V_PADDED)
-    member = tl.arange(0, GROUPS_PADDED)
-    q_heads = head * GROUPS + member
-    length = tl.load(seq_lens + row * lens_batch)
-    low = tl.maximum(tl.load(starts + row * starts_batch), 0)
-    if HAS_WINDOW:
-        low = tl.maximum(low, length - window)
-    if mask is not None:
-        low = tl.maximum(low, length - mask_len)
-        mask += row * mask_batch + q_heads[None, :] * mask_head
-    if padding is not None:
-        padding += row * padding_batch
-    inside = (member[None, :] < GROUPS) & (k_dim[:, None] < K_DIM)
-    q += row * q_batch + q_heads[None, :] * q_head + k_dim[:, None] * q_dim
-    query = tl.load(q, mask=inside, other=0.0)
-    if K_BITS == 4:
-        query_high = tl.load(q + HALF * q_dim, mask=inside, other=0.0)
-    code_scale = scale
-    if QUANTISED and HALVES:
-        largest = largest_number(query)
-        if K_BITS == 4:
-            largest = tl.maximum(largest, largest_number(query_high))
-        unit = power_above(largest)
-        query = normalise(query, unit)
-        if K_BITS == 4:
-            query_high = normalise(query_high, unit)
-        code_scale = (scale * unit)[None, :]
-    NUMBER: tl.constexpr = query.dtype
-
-    # The groups of this program. A page that a later one has taken the column of is gone.
-    last = length // GROUP
-    newest = (last - 1) // GROUPS_PER_PAGE
-    first = tl.maximum(low // GROUP, (newest - max_pages + 1) * GROUPS_PER_PAGE)
-    share = tl.cdiv(tl.maximum(last - first, 0), splits)
-    begin = first + split * share
-    end = tl.minimum(begin + share, last)
-
-    peak = tl.full([GROUPS_PADDED], LOWEST, tl.float32)
-    total = tl.zeros([GROUPS_PADDED], tl.float32)
-    weighted = tl.zeros([V_PADDED, GROUPS_PADDED], tl.float32)
-    if V_BITS == 4:
-        weighted_high = tl.zeros([V_PADDED, GROUPS_PADDED], tl.float32)
-    table = page_table + row * table_batch
-    tail += row * tail_batch
-    elsewhere = tail.to(tl.int64)
-    # The address is carried: a load of it in the same step would keep the loads of keys and values from overlapping.
-    column = (begin // GROUPS_PER_PAGE) % tl.maximum(max_pages, 1)
-    address = tl.load(table + column * table_page, mask=begin < end, other=0)
-    for step in tl.range(begin * (GROUP // TILE), end * (GROUP // TILE)):
-        group = step // (GROUP // TILE)
-        token = step % (GROUP // TILE) * TILE + tl.arange(0, TILE)
-        exists = address != 0
-        position = group * GROUP + token
-        seen = is_seen(position, low, length, padding, padding_token, padding_len) & exists
-        # Masked loads would not be copied ahead, so what is absent is read from the tail, and then not used.
-        block = address + (head * GROUPS_PER_PAGE + group % GROUPS_PER_PAGE).to(tl.int64) * GROUP_BYTES
-        block = tl.where(exists, block, elsewhere)
-        if QUANTISED:
-            keys = load_rows(block, 0, tl.int8, token, k_dim, K_DIM, K_PADDED)
-            values = load_columns(block, K_BYTES, tl.int8, token, v_dim, V_DIM, V_PADDED, GROUP)
-            k_scale = load_plane(block, SCALES, k_dim, K_DIM, K_PADDED)
-            k_zero = load_plane(block, SCALES + 2 * D, k_dim, K_DIM, K_PADDED)
-            if K_BITS == 4:
-                scale_high = load_plane(block, SCALES + D, k_dim, K_DIM, K_PADDED)
-                zero_high = load_plane(block, SCALES + 3 * D, k_dim, K_DIM, K_PADDED)
-                product = multiply_keys(exact_low(keys, NUMBER, BITS), query, k_scale, k_zero)
-                product += multiply_keys(exact_high(keys, NUMBER, BITS), query_high, scale_high, zero_high)
-            else:
-                product = multiply_keys(exact_codes(keys, NUMBER, BITS), query, k_scale, k_zero)
-            # Groups that nobody sees may hold NaN, and a weight of 0 does not silence one.
-            alive = tl.max(seen.to(tl.int32), 0) != 0
-            v_scale = tl.where(alive, load_plane(block, SCALES + 4 * D, v_dim, V_DIM, V_PADDED).to(tl.float32), 0.0)
-            if V_BITS == 4:
-                v_scale_high = load_plane(block, SCALES + 5 * D, v_dim, V_DIM, V_PADDED).to(tl.float32)
-                v_scale_high = tl.where(alive, v_scale_high, 0.0)
-                norms = tl.where(alive, load_plane(block, SCALES + 6 * D, token, GROUP, GROUP).to(tl.float32), 0.0)
-                norms_high = load_plane(block, SCALES + 6 * D + 2 * GROUP, token, GROUP, GROUP).to(tl.float32)
-                norms_high = tl.where(alive, norms_high, 0.0)
-            else:
-                v_zero = load_plane(block, SCALES + 6 * D, v_dim, V_DIM, V_PADDED).to(tl.float32)
-                v_zero = tl.where(alive, v_zero, 0.0)
-                if HALVES:
-                    v_zero -= BIAS * v_scale
-        else:
-            keys = load_rows(block, 0, NUMBER, token, k_dim, D, D_PADDED)
-            values = load_columns(block, K_BYTES, NUMBER, token, v_dim, D, D_PADDED, GROUP)
-            values = tl.where(seen[None, :], values, tl.zeros_like(values))
-            product = exact_dot(keys, query)
-        scores = finish_scores(product, seen, position, length, member, mask, mask_token, mask_len, code_scale, softcap,
-                         GROUPS, HAS_CAP)  # fmt: skip
-        new_peak = tl.maximum(peak, tl.max(scores, 0) - HEADROOM)
-        decay = tl.exp2(peak - new_peak)
-        exact_weights = tl.exp2(scores - new_peak[None, :])
-        weights = exact_weights.to(NUMBER)
-        sum_of_weights = tl.sum(weights.to(tl.float32), 0)  # of the weights as they are multiplied
-        total = total * decay + sum_of_weights
-        weighted = weighted * decay[None, :]
-        if V_BITS == 4:
-            part = exact_dot(exact_low(values, NUMBER, BITS), (exact_weights * norms[:, None]).to(NUMBER))
-            weighted += part * v_scale[:, None]
-            part = exact_dot(exact_high(values, NUMBER, BITS), (exact_weights * norms_high[:, None]).to(NUMBER))
-            weighted_high = weighted_high * decay[None, :] + part * v_scale_high[:, None]
-        elif QUANTISED:
-            part = exact_dot(shifted_codes(values, NUMBER, BITS), weights)
-            weighted += part * v_scale[:, None] + v_zero[:, None] * sum_of_weights[None, :]
-        else:
-            weighted += exact_dot(values, weights)
-        peak = new_peak
-        # A column further with each page. One step past the last group, its own column is as good as any.
-        is_next = ((step + 1) % (GROUPS_PER_PAGE * (GROUP // TILE)) == 0) & (step + 1 < end * (GROUP // TILE))
-        column += is_next.to(tl.int32)
-        column = tl.where(column == max_pages, 0, column)
-        address = tl.load(table + column * table_page)
-
-    filled = tl.where(split == splits - 1, length - last * GROUP, 0)
-    for begin_of_tile in tl.range(0, filled, TILE, num_stages=1):
-        token = begin_of_tile + tl.arange(0, TILE)
-        position = last * GROUP + token
-        seen = is_seen(position, low, length, padding, padding_token, padding_len)
-        rows = tail + (head * GROUP + token[:, None]) * D
-        shown = (k_dim[None, :] < K_DIM) & seen[:, None]
-        exact = tl.load(q, mask=inside, other=0.0)
-        product = exact_dot(tl.load(rows + k_dim[None, :], mask=shown, other=0.0), exact)
-        if K_BITS == 4:
-            exact = tl.load(q + HALF * q_dim, mask=inside, other=0.0)
-            product += exact_dot(tl.load(rows + HALF + k_dim[None, :], mask=shown, other=0.0), exact)
-        scores = finish_scores(product, seen, position, length, member, mask, mask_token, mask_len, scale, softcap,
-                         GROUPS, HAS_CAP)  # fmt: skip
-        new_peak = tl.maximum(peak, tl.max(scores, 0) - HEADROOM)
-        decay = tl.exp2(peak - new_peak)
-        weights = tl.exp2(scores - new_peak[None, :])
-        total = total * decay + tl.sum(weights, 0)
-        rows += HEADS * GROUP * D + v_dim[None, :]
-        shown, weights = (v_dim[None, :] < V_DIM) & seen[:, None], weights.to(exact.dtype)
-        values = tl.load(rows, mask=shown, other=0.0)
-        weighted = weighted * decay[None, :] + exact_dot(tl.trans(values), weights)
-        if V_BITS == 4:
-            values = tl.load(rows + HALF, mask=shown, other=0.0)
-            weighted_high = weighted_high * decay[None, :] + exact_dot(tl.trans(values), weights)
-        peak = new_peak
-
-    place = (row * HEADS * GROUPS + q_heads) * splits + split
-    inside = (member[None, :] < GROUPS) & (v_dim[:, None] < V_DIM)
-    sums += place[None, :] * D + v_dim[:, None]
-    tl.store(sums, weighted, mask=inside)
-    if V_BITS == 4:
-        tl.store(sums + HALF, weighted_high, mask=inside)
-    tl.store(peaks + place, peak, mask=member < GROUPS)
-    tl.store(peaks + tl.num_programs(2).to(tl.int64) * HEADS * GROUPS * splits + place, total, mask=member < GROUPS)

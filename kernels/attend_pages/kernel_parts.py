@@ -14,9 +14,12 @@ HEADROOM = tl.constexpr(8.0)  # weights reach 2 ** 8: float16 then holds those o
 
 
 @triton.jit
-def load_rows(block, offset: tl.constexpr, dtype: tl.constexpr, token, dim, D: tl.constexpr, D_PADDED: tl.constexpr):
-    """Keys of a group, rows of D elements, [GROUP, D_PADDED]."""
-    place = tl.multiple_of((block + offset).to(tl.pointer_type(dtype)), 16) + token[:, None] * D + dim[None, :]
+def load_rows(
+    block, offset: tl.constexpr, dtype: tl.constexpr, token, dim,
+    D: tl.constexpr, STRIDE: tl.constexpr, D_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Keys of a group from the element `offset` of each row on, D of each row of STRIDE elements, [GROUP, D_PADDED]."""
+    place = tl.multiple_of(block.to(tl.pointer_type(dtype)), 16) + token[:, None] * STRIDE + (offset + dim[None, :])
     if D == D_PADDED:
         return tl.load(place)
     return tl.load(place, mask=dim[None, :] < D, other=0)

@@ -39,9 +39,9 @@ def tile_tokens(head_dim: int, element_bytes: int, group_size: int) -> int:
     return max(16, min(group_size & -group_size, rows))
 
 
-def half_padded(head_dim: int) -> int:
-    """Rows of a tile that holds half of the channels: a power of two, and what a tensor core multiplies at least."""
-    return max(16, padded(head_dim) // 2)
+def part_padded(head_dim: int, parts: int) -> int:
+    """Rows of a tile with one of `parts` equal parts of the channels: a power of two that a tensor core multiplies."""
+    return max(16, padded(head_dim) // parts)
 
 
 def step_bytes(tile: int, head_dim: int, bits: int) -> int:

@@ -40,7 +40,7 @@ def strided(x):
     return view.copy_(x)
 
 
-BITS = {"int8": (8, 8), "k8v4": (8, 4), "int4": (4, 4)}  # of a key and of a value
+BITS = {"int8": (8, 8), "k8v4": (8, 4), "k6v4": (6, 4), "int4": (4, 4)}  # of a key and of a value
 
 
 def numpy_quantise(x, bits=8):
@@ -103,7 +103,7 @@ class PagedCache:
             self.page_table[row, column] = 0
         self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)
         self.starts = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.tail = torch.full((batch, 2, heads, group_size, head_dim), math.nan, dtype=dtype, device=device)
+        self.tail = torch.full((batch, 2, heads, self.layout.tail_rows, head_dim), math.nan, dtype=dtype, device=device)
         self.history = [torch.empty(2, heads, 0, head_dim, dtype=dtype) for _ in range(batch)]
 
     @property
@@ -133,6 +133,14 @@ class PagedCache:
 
     def dense(self, row):
         """Keys and values of a sequence as the cache stands for them, [2, heads, n, head_dim] float64."""
+        stored = self.coded(row)
+        if self.layout.is_guarded:
+            first = slice(0, self.layout.group_size)
+            stored[:, :, first] = self.history[row][:, :, first].to(torch.float64)
+        return stored
+
+    def coded(self, row):
+        """As `dense`, but the first group of a guarded format as its codes in the page say."""
         tokens = self.history[row].to(torch.float64)
         end = tokens.shape[2] - tokens.shape[2] % self.layout.group_size
         if not self.layout.is_quantised or not end:

@@ -15,6 +15,7 @@ class QuantisedLayer(DynamicLayer):
         super().__init__()
         self.window = window
         self.bits = paged_cases.BITS[kv_format]
+        self.guard = GROUP if min(self.bits) < 8 else 0
 
     def update(self, key_states, value_states, *args, **kwargs):
         past = self.get_seq_length()
@@ -31,7 +32,8 @@ class QuantisedLayer(DynamicLayer):
             return rows
         stored = paged_cases.numpy_dequantise(groups.numpy(), self.bits[is_value], is_value)
         stored = torch.from_numpy(stored).to(rows.dtype)
-        return torch.cat([stored.flatten(2, 3), rows[:, :, committed:]], 2)
+        stored = stored.flatten(2, 3)[:, :, self.guard :]
+        return torch.cat([rows[:, :, : self.guard], stored, rows[:, :, committed:]], 2)
 
     def get_mask_sizes(self, query_length):
         total = self.get_seq_length() + query_length
