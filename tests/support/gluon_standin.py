@@ -403,7 +403,8 @@ def hopper_kernel(changes=()):
     folder = Path(importlib.import_module(PACKAGE).__file__).parent
     texts = [(folder / f"{name}.py").read_text() for name in MODULES]
     for old, _ in changes:
-        assert sum(text.count(old) for text in texts) == 1, old
+        if sum(text.count(old) for text in texts) != 1:
+            raise LookupError(f"not once in the kernel: {old}")
     before = {name: sys.modules.pop(name, None) for name in (*names, *fakes)}
     sys.modules.update(fakes)
     try:
