@@ -15,6 +15,11 @@ DEVICES = [
 ]
 
 
+def is_hopper():
+    """Whether there is a GPU for the Hopper prefill kernel."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
 def to_device(cache, device):
     """page_table, seq_lens, starts and tail of a cache, and its pages, on a device."""
     if device == "cpu":
