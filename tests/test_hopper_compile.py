@@ -14,6 +14,7 @@ from gemkv_compile.kernels.attend_chunk import kernel_hopper as hopper
 
 # Bytes that a thread spills at most, where it does: by head size, place and rules.
 SPILLS = {(128, 3, "cwk"): 16, (128, 4, "cwk"): 16}
+SPILLS |= {(256, 2, "cwk"): 64, (256, 3, "c"): 40, (256, 3, "cwk"): 256}
 # Head size, place in the list of candidates, rules (causal, windowed, capped), packed heads, dtype.
 RULES = ("c", 4, torch.bfloat16), ("cwk", 2, torch.float16), ("w", 1, torch.bfloat16)
 EVERY = [

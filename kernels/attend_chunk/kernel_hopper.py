@@ -32,12 +32,13 @@ SHARED_BYTES = 227 << 10  # that a program may have there
 
 
 class HopperTiles(NamedTuple):
-    """Keys in a tile, tiles in the ring, groups of four warps that compute, and whether these take turns."""
+    """Keys in a tile, tiles in the ring, groups that compute, whether these take turns, channels held in registers."""
 
     block_n: int
     stages: int
     consumers: int
     pingpong: bool
+    held: int = 0
 
 
 # By head size; the first is used, the others are what the benchmark's --sweep tries. None has been timed yet.
@@ -58,6 +59,8 @@ CANDIDATES: dict[int, tuple[HopperTiles, ...]] = {
     256: (
         HopperTiles(64, 5, 2, False),
         HopperTiles(64, 5, 2, True),
+        HopperTiles(64, 5, 2, False, 64),
+        HopperTiles(64, 5, 2, False, 128),
         HopperTiles(32, 10, 2, False),
     ),
 }

@@ -30,6 +30,8 @@ class HopperForm:
         stages: Tiles of keys or values that the ring holds.
         consumers: Groups of four warps that compute.
         pingpong: The groups take turns in giving work to the tensor cores.
+        held: First channels of a group's queries that it keeps in registers, which spares reads of shared memory; 0, or
+            a divisor of head_dim that TMA's rows of 64 channels allow.
         causal, windowed, capped: Which rules there are.
     """
 
@@ -39,6 +41,7 @@ class HopperForm:
     stages: int
     consumers: int
     pingpong: bool
+    held: int
     causal: bool
     windowed: bool
     capped: bool

@@ -11,7 +11,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from gemkv_compile.kernels.attend_chunk.kernel_hopper_load import ROWS, advance, count_tiles, find_tile
 
@@ -75,6 +80,24 @@ def pass_turn(turns, group: gl.constexpr, F: gl.constexpr):
 
 
 @gluon.jit
+def multiply_keys(q, keys, F: gl.constexpr):
+    """Issue the products [ROWS, block_n] of queries, (in shared memory, held), with keys [block_n, head_dim]."""
+    BLOCK_N: gl.constexpr = F.block_n
+    HELD: gl.constexpr = F.held
+    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
+    if HELD == 0:
+        scores = warpgroup_mma(q[0], keys.permute([1, 0]), nothing, use_acc=False, is_async=True)
+    else:
+        PARTS: gl.constexpr = F.head_dim // F.held
+        part = keys.slice(0, HELD, dim=1).permute([1, 0])
+        scores = warpgroup_mma(q[1], part, nothing, use_acc=False, is_async=True)
+        for place in gl.static_range(1, PARTS):
+            part = keys.slice(place * HELD, HELD, dim=1).permute([1, 0])
+            scores = warpgroup_mma(q[0].slice(place * HELD, HELD, dim=1), part, scores, is_async=True)
+    return scores
+
+
+@gluon.jit
 def follow(state, q, memory, at, view, group: gl.constexpr, MASKED: gl.constexpr, F: gl.constexpr):
     """Issue the products with the keys at `at`, add the values of the tile before them, and weigh these keys.
 
@@ -88,13 +111,11 @@ def follow(state, q, memory, at, view, group: gl.constexpr, MASKED: gl.constexpr
     ring, full, empty, turns = memory[0], memory[2], memory[3], memory[6]
     BLOCK_N: gl.constexpr = F.block_n
     DIM: gl.constexpr = F.head_dim
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
     keys = ring.index(slot).reshape([BLOCK_N, DIM])
     value_slot, value_phase = advance(slot, phase, F)
     take_turn(turns, group, number, F)
-    scores = warpgroup_mma(q, keys.permute([1, 0]), nothing, use_acc=False, is_async=True)
+    scores = multiply_keys(q, keys, F)
     mbarrier.wait(full.index(value_slot), value_phase)
     values = ring.index(value_slot).reshape([BLOCK_N, DIM])
     acc = warpgroup_mma(weights, values, acc, is_async=True)
@@ -126,11 +147,11 @@ def attend_tile(
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     peak = gl.full([ROWS], NEVER, gl.float32, gl.SliceLayout(1, S))
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
-    acc, nothing = gl.zeros([ROWS, DIM], gl.float32, O), gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+    acc = gl.zeros([ROWS, DIM], gl.float32, O)
     mbarrier.wait(full.index(slot), phase)
     take_turn(turns, group, number, F)
     keys = ring.index(slot).reshape([BLOCK_N, DIM])
-    scores = warpgroup_mma(q, keys.permute([1, 0]), nothing, use_acc=False, is_async=True)
+    scores = multiply_keys(q, keys, F)
     pass_turn(turns, group, F)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     mbarrier.arrive(empty.index(slot))
@@ -154,7 +175,10 @@ def attend_tile(
     mbarrier.arrive(q_empty.index(group))
     acc, weights, peak, total, slot, phase, number = state
     acc = warpgroup_mma(weights, ring.index(slot).reshape([BLOCK_N, DIM]), acc, is_async=True)
-    acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
+    if F.held == 0:
+        acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
+    else:  # the held queries stay in their registers until no product reads them
+        acc, weights, _held = warpgroup_mma_wait(0, deps=(acc, weights, q[1]))
     mbarrier.arrive(empty.index(slot))
     slot, phase = advance(slot, phase, F)
     return acc, peak, total, slot, phase, number
@@ -178,7 +202,8 @@ def consume(results, memory, sizes, rules, scales, tiles, group: gl.constexpr, F
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     QUERIES: gl.constexpr = ROWS // F.pack
-    q = q_rows.index(group).reshape([ROWS, DIM])
+    HELD: gl.constexpr = F.held
+    rows_q = q_rows.index(group).reshape([ROWS, DIM])
     slot, phase, number = 0, 0, 0
     for turn in range(count_tiles(tiles)):
         row, head, query, token, low, begin, count = find_tile(turn, sizes, rules, F)
@@ -191,6 +216,10 @@ def consume(results, memory, sizes, rules, scales, tiles, group: gl.constexpr, F
         positions = token + gl.arange(0, ROWS, gl.SliceLayout(1, S)) // F.pack
         view = positions, low, sizes[4], rules[4], scales
         mbarrier.wait(q_full.index(group), turn & 1)
+        q = (rows_q, rows_q)
+        if HELD != 0:
+            q = (rows_q, rows_q.slice(0, HELD, dim=1).load(gl.DotOperandLayout(0, S, 2)))
+            fence_async_shared()  # TMA will write there what this has read
         acc, peak, total, slot, phase, number = attend_tile(
             q, memory, slot, phase, number, begin * BLOCK_N, count, view, full_begin, full_end,
             group, out.dtype.element_ty, F,

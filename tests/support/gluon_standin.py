@@ -80,7 +80,7 @@ class Task:
     def __init__(self, machine, function):
         self.machine, self.function, self.done, self.waits = machine, function, False, ""
         self.ready, self.turn = (lambda: True), threading.Semaphore(0)
-        self.pending, self.dirty = [], set()
+        self.pending, self.owed = [], []  # products not waited for, and registers that they may still read
         self.thread = threading.Thread(target=self.main, daemon=True)
 
     def main(self):
@@ -89,8 +89,8 @@ class Task:
         try:
             if self.machine.failure is None:
                 self.function()
-            if self.pending and self.machine.failure is None:
-                raise Fault("a partition ends before its products are waited for")
+            if (self.pending or self.owed) and self.machine.failure is None:
+                raise Fault("a partition ends before its products are waited for, with the registers that they read")
         except SystemExit:
             pass
         except BaseException as failure:
@@ -120,6 +120,12 @@ class Shared:
 
     def reshape(self, shape):
         return Shared(self.data.view(shape))
+
+    def slice(self, start, length, dim):
+        return Shared(self.data.narrow(dim, start, length))
+
+    def load(self, layout):
+        return self.data.clone()
 
     def permute(self, order):
         return Shared(self.data.permute(order))
@@ -215,8 +221,8 @@ class Constant(int):
 class Pending:
     """A result that the tensor cores still work on."""
 
-    def __init__(self, compute, a):
-        self.compute, self.a, self.value = compute, a, None
+    def __init__(self, compute, acc):
+        self.compute, self.acc, self.value = compute, acc, None
 
     dtype = torch.float32
 
@@ -278,15 +284,19 @@ def _store(pointer, value, mask):
 
 def _mma(a, b, acc, use_acc=True, is_async=False):
     task = MACHINE.value.running
-    if isinstance(acc, Pending) or (isinstance(a, Pending)):
+    if isinstance(a, Pending) or (isinstance(acc, Pending) and acc is not task.pending[-1]):
         raise Fault("a product of what is not there yet")
     operands = [x.data if isinstance(x, Shared) else x for x in (a, b)]
 
     def compute():
         product = operands[0].float() @ operands[1].float()
-        return acc + product if use_acc else product
+        if not use_acc:
+            return product
+        return product + (acc.finish() if isinstance(acc, Pending) else acc)
 
-    result = Pending(compute, None if isinstance(a, Shared) else a)
+    result = Pending(compute, acc)
+    if not isinstance(a, Shared):
+        task.owed.append(a)
     task.pending.append(result)
     MACHINE.value.pause()
     if MACHINE.value.random.random() < 0.5:
@@ -300,10 +310,9 @@ def _mma_wait(number, deps):
     done, machine.running.pending = pending[: len(pending) - number], pending[len(pending) - number :]
     for result in done:
         result.finish()
-        if not any(x is result for x in deps):
+        if not any(x is result for x in deps) and not any(other.acc is result for other in done):
             raise Fault("a product is waited for without its result")
-        if result.a is not None and not any(x is result.a for x in deps):
-            raise Fault("the registers of a product are not kept until it is done")
+    machine.running.owed = [a for a in machine.running.owed if not any(x is a for x in deps)]
     if any(x is result for x in deps for result in machine.running.pending):
         raise Fault("a product is used before it is waited for")
     values = tuple(x.value if isinstance(x, Pending) else x for x in deps)
@@ -380,6 +389,7 @@ def _modules():
         tma=types.SimpleNamespace(async_copy_global_to_shared=_copy),
         warpgroup_mma=_mma,
         warpgroup_mma_wait=_mma_wait,
+        fence_async_shared=lambda: None,
     )
     contents = {
         "": dict(jit=_jit, language=types.SimpleNamespace(**language)),
