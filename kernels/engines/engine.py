@@ -87,7 +87,7 @@ def half_precision(prompt: Prompt) -> str | None:
 
 def sides(prompt: Prompt) -> tuple[int, int]:
     """The window as flash-attn counts it: tokens before and after a query's own that it sees, -1 for all."""
-    return -1 if prompt.window is None else prompt.window - 1, 0 if prompt.causal else -1
+    return (-1, -1) if prompt.window is None else (prompt.window - 1, 0 if prompt.causal else -1)
 
 
 def token_rows(x: Tensor) -> Tensor:
