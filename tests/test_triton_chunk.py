@@ -8,6 +8,7 @@ import torch
 from triton_devices import DEVICES, FORMATS, close_enough, to_device
 
 from gemkv_compile.errors import InvalidOption
+from gemkv_compile.kernels.attend_chunk import kernel
 from gemkv_compile.kernels.attend_chunk.kernel import attend_chunk_triton
 from gemkv_compile.kernels.layout import KV_FORMATS
 
@@ -57,10 +58,36 @@ def test_head_sizes(device, head_dim, kv_format):
 
 
 @devices
-@pytest.mark.parametrize("groups, q_len", [(1, 1), (3, 17), (16, 5)])
-def test_groups(device, groups, q_len):
+@pytest.mark.parametrize(
+    "groups, q_len, packed, rules",
+    [
+        (1, 1, 1, {}),
+        (3, 5, 3, {"window": 7}),
+        (3, 17, 3, {}),
+        (16, 5, 16, {"causal": False}),
+        (2, 63, 2, {"window": 7}),
+        (3, 64, 1, {}),
+    ],
+)
+def test_groups(device, groups, q_len, packed, rules):
+    """Heads that share keys share tiles of scores where there are few queries; tiles end anywhere in a group."""
     cache = cases.PagedCache(1, 2, 16, 64, 64, "int8", HALF).fill([66])
-    check(cache, device, list(map(cases.strided, chunk(cache, groups, q_len))))
+    new = list(map(cases.strided, chunk(cache, groups, q_len)))
+    check(cache, device, new, **rules)
+    form, sizes = kernel._form(new[0], None, None, None, True, None, cache.layout)
+    assert (form.packed, form.block_m) == (packed, sizes.block_m)
+    assert sizes.block_m == (16 if q_len * packed <= 16 else 64 if packed > 1 else 128)
+
+
+@devices
+@pytest.mark.parametrize("q_len", [5, 30])
+def test_groups_with_every_rule(device, q_len):
+    """Sinks differ by head, and rows of a tile by sequence."""
+    cache = cases.PagedCache(2, 2, 16, 64, 64, "int8", HALF).fill([130, 0])
+    padding = torch.ones(2, 130 + q_len, dtype=torch.bool)
+    padding[0, 3:80] = False
+    rules = dict(padding=padding, sinks=cases.normal(6), softcap=3.0, window=100)
+    check(cache, device, chunk(cache, 3, q_len), **rules)
 
 
 @devices

@@ -1,8 +1,9 @@
 """Attention of a chunk of new tokens to their paged past and to themselves, as one Triton kernel.
 
-A program takes block_m queries of one head through the pages, the tail and the chunk's own keys. Lengths and addresses
-are read by the kernel: a launch waits for nothing. Where the Hopper kernel does the chunk's own keys (`engines`), this
-one runs after it and adds the past. Sums are float32; the weights, and keys and values that pages hold
+A program takes block_m queries of one head, or fewer of all heads that share keys, through the pages, the tail and the
+chunk's own keys. Lengths and addresses are read by the kernel: a launch waits for nothing. Where the Hopper kernel does
+the chunk's own keys (`engines`), this one runs after it and adds the past. Sums are float32; the weights, and keys and
+values that pages hold
 as codes, are rounded to the model's dtype for the tensor cores. Positions count the tokens of a sequence.
 Source: FlashAttention-2, arXiv:2307.08691; online softmax, arXiv:1805.02867; pages, arXiv:2309.06180.
 """
@@ -31,6 +32,7 @@ from gemkv_compile.kernels.results import empty_results
 LN2 = tl.constexpr(0.6931471805599453)
 
 FEW_QUERIES = 16  # the fewest rows that a tensor core multiplies; a chunk of no more gets tiles of this height
+PACKED_QUERIES = 64  # the height of the tiles of a chunk with fewer queries, whose heads share tiles
 INTERPRETER_BYTES = 227 << 10  # any number would do: the interpreter has no shared memory
 
 
@@ -63,28 +65,36 @@ def attend_chunk_kernel(
 ):  # fmt: skip
     """Tensors as in `gemkv_compile.kernels.ops.attend_chunk`, and their strides; the rest of `attend_chunk_triton`.
 
-    Grid: tiles of queries, query heads, sequences.
+    Grid: tiles of queries, query heads or groups of them that share tiles, sequences.
     """
     BLOCK_M: tl.constexpr = F.block_m
     BLOCK_N: tl.constexpr = F.block_n
     DIM: tl.constexpr = F.dim
-    block, head, row = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    PACKED: tl.constexpr = F.packed
+    block, head, row = tl.program_id(0), tl.program_id(1).to(tl.int64) * PACKED, tl.program_id(2).to(tl.int64)
     if F.causal:
         block = tl.num_programs(0) - 1 - block  # the last queries have most to do: they start first
     kv_head = head // groups
     length = tl.load(seq_lens + row * lens_s[0])
     start = tl.maximum(tl.load(starts + row * starts_s[0]), 0)
-    begin_m, end_m = block * BLOCK_M, tl.minimum(block * BLOCK_M + BLOCK_M, q_len)
-    m, d = begin_m + tl.arange(0, BLOCK_M), tl.arange(0, DIM)
+    begin_m = block * BLOCK_M // PACKED
+    end_m = tl.minimum((block * BLOCK_M + BLOCK_M - 1) // PACKED + 1, q_len)
+    m, d = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, DIM)
+    heads = head  # of each row
+    if PACKED > 1:
+        heads = head + m % PACKED
+        m = m // PACKED
     ahead = new_len - q_len  # the chunk's tokens before the first that has a query
     first, last = length + ahead + begin_m, length + ahead + end_m - 1
     inside = (m < q_len)[:, None] & (d < F.head_dim)[None, :]
     rows = m.to(tl.int64)
-    queries = tl.load(
-        q + row * q_s[0] + head * q_s[1] + rows[:, None] * q_s[2] + d[None, :] * q_s[3],
-        mask=inside,
-        other=0,
-    )
+    q += row * q_s[0]
+    if PACKED > 1:
+        places = (heads * q_s[1] + rows * q_s[2])[:, None]
+    else:
+        q += head * q_s[1]
+        places = rows[:, None] * q_s[2]
+    queries = tl.load(q + places + d[None, :] * q_s[3], mask=inside, other=0)
 
     # No query of the tile sees a token before low; every query sees the tokens from full on, as far as rules go.
     low, full, mask_begin = start, start, length + new_len - mask_len
@@ -108,7 +118,7 @@ def attend_chunk_kernel(
         tl.full((BLOCK_M,), LOWEST, tl.float32),
     )
     if sinks is not None:
-        sink = tl.load(sinks + head * sinks_s[0]).to(tl.float32)
+        sink = tl.load(sinks + heads * sinks_s[0]).to(tl.float32)
         sink_peak = tl.maximum(sink * (1.0 if F.mask == "float" else LOG2E), LOWEST)
         state = (state[0], state[1] + tl.where(sink == NEVER, 0.0, 1.0), tl.zeros_like(state[2]) + sink_peak)
 
@@ -142,8 +152,14 @@ def attend_chunk_kernel(
             whole = (at >= full_begin) & (at + BLOCK_N <= full_end)
             state = attend_rows(state, queries, k, v, strides, at, length, low, new_end, whole, view, F)
 
-    out += row * out_s[0] + head * out_s[1] + rows[:, None] * out_s[2] + d[None, :] * out_s[3]
-    lse += row * lse_s[0] + head * lse_s[1] + rows * lse_s[2]
+    out += row * out_s[0]
+    if PACKED > 1:
+        places = (heads * out_s[1] + rows * out_s[2])[:, None]
+    else:
+        out += head * out_s[1]
+        places = rows[:, None] * out_s[2]
+    out += places + d[None, :] * out_s[3]
+    lse += row * lse_s[0] + heads * lse_s[1] + rows * lse_s[2]
     if not F.own:
         state = add_results(state, out, lse, inside, F)
     weighted, total, peak = state
@@ -178,8 +194,14 @@ def _form(
     if layout.group_size % 16:
         raise InvalidOption(f"group_size must be a multiple of 16 on a GPU, got {layout.group_size}.")
     sizes = tiles(layout.head_dim, _shared_bytes(q.device), q.element_size())
-    if q.shape[2] <= FEW_QUERIES:
+    groups = q.shape[1] // layout.num_kv_heads
+    packed = groups if mask is None and q.shape[2] < PACKED_QUERIES else 1
+    if packed > 1 and layout.head_dim > 256:  # other tiles spill: the rows' heads need registers too
+        sizes = sizes._replace(block_m=min(sizes.block_m, 32))
+    elif q.shape[2] * packed <= FEW_QUERIES:
         sizes = sizes._replace(block_m=FEW_QUERIES, num_warps=4)
+    elif packed > 1:
+        sizes = sizes._replace(block_m=min(sizes.block_m, PACKED_QUERIES))
     if mask is not None:  # its numbers need registers too
         sizes = sizes._replace(block_n=min(sizes.block_n, 32))
     form = Form(
@@ -198,6 +220,7 @@ def _form(
         windowed=window is not None,
         capped=softcap is not None,
         padded=padding is not None,
+        packed=packed,
         mask="" if mask is None else "bool" if mask.dtype == torch.bool else "float",
         block_m=sizes.block_m,
         block_n=min(sizes.block_n, layout.group_size & -layout.group_size),  # a tile lies in one group
@@ -258,7 +281,7 @@ def attend_chunk_triton(
     tensors = q, k, v, page_table, seq_lens, starts, tail, padding, mask, sinks, out, lse
     strides = ((0, 0, 0, 0) if x is None else x.stride() for x in tensors)
     columns = (0 if x is None else x.shape[-1] for x in (page_table, padding, mask))
-    grid = (triton.cdiv(rows, form.block_m), heads, batch)
+    grid = (triton.cdiv(rows * form.packed, form.block_m), heads // form.packed, batch)
     with torch.cuda.device_of(q):
         attend_chunk_kernel[grid](
             *tensors, *strides, scales, window or 0, q_len, k.shape[2], heads // layout.num_kv_heads, *columns, form,

@@ -21,8 +21,10 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 @dataclass(frozen=True)
 class Form:
-    """What one compiled kernel is for. `dim` is head_dim padded to a power of two; mask is "", "bool" or "float".
+    """What one compiled kernel is for.
 
+    `dim` is head_dim padded to a power of two; mask is "", "bool" or "float"; packed is how many query heads of a K/V
+    head share a tile of scores, one query after the other.
     If not own, the chunk's own keys are left out: out and lse hold what they give, and are added to.
     """
 
@@ -42,6 +44,7 @@ class Form:
     capped: bool
     padded: bool
     mask: str
+    packed: int
     block_m: int
     block_n: int
     precision: str
