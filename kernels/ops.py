@@ -235,13 +235,15 @@ def _(*state):
 
 @torch.library.custom_op("gemkv::newest_queries", mutates_args=())
 def newest_queries(q: Tensor, count: int, version: str) -> Tensor:
-    """The last `count` queries of q [B, Hq, Q, D], [B, Hq, count, D], of memory of their own; zeros before them if Q is
-    less. It has no gradient.
+    """The last `count` queries of q [B, Hq, Q, D], contiguous [B, Hq, count, D]; zeros before them if Q is less.
 
-    An operator of its own, so that the size of its result depends on no length: a slice would add a guard.
+    An operator of its own, so that the size of its result depends on no length: a slice would add a guard. It has no
+    gradient.
     """
-    missing = max(0, count - q.shape[2])
-    return torch.nn.functional.pad(q[:, :, -count:], (0, 0, missing, 0)) if missing else q[:, :, -count:].clone()
+    out = q.new_zeros(q.shape[0], q.shape[1], count, q.shape[3])
+    rows = min(count, q.shape[2])
+    out[:, :, count - rows :] = q[:, :, q.shape[2] - rows :]
+    return out
 
 
 @newest_queries.register_fake

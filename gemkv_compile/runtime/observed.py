@@ -68,7 +68,7 @@ def attention_of_pages(
     positions, queries = observed.newest(tokens)
     out = torch.zeros(*queries.shape[:2], tokens // table.page_size * table.page_size, device=queries.device)
     for row in range(table.batch):
-        token, keys, exists = _stored_keys(table, row, tokens)
+        token, keys, exists, inside = _stored_keys(table, row, tokens)
         real = torch.ones_like(positions, dtype=torch.bool)
         if padding is not None:
             exists = exists & padding[row, token.clamp(max=tokens - 1)]
@@ -77,13 +77,18 @@ def attention_of_pages(
         seen = exists & (token <= positions[:, None])
         if plan.window is not None:
             seen = seen & (token > positions[:, None] - plan.window)
-        inside = token < out.shape[2]
-        out[row, :, token[inside]] = _mean_weights(queries[row], keys, seen, real, plan)[:, inside]
+        weights = _mean_weights(queries[row], keys, seen, real, plan)
+        out[row].index_copy_(1, token[:inside], weights[:, :inside])
     return out.unflatten(2, (-1, table.page_size))
 
 
-def _stored_keys(table: PageState, row: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one sequence: tokens int64 [T], their keys [Hkv, T, D] float32, and whether they are there, bool [T]."""
+def _stored_keys(table: PageState, row: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Of one sequence, without a wait for the device.
+
+    Returns:
+        Tokens int64 [T], their keys [Hkv, T, D] float32, whether they are there, bool [T], and how many of them, the
+        first, are in complete pages.
+    """
     layout, device, page_size = table.pool.layout, table.pool.device, table.page_size
     stored = tokens - tokens % layout.group_size
     pages = [index for index, addresses in table.pages.items() if addresses[row] and index * page_size < stored]
@@ -94,7 +99,8 @@ def _stored_keys(table: PageState, row: int, tokens: int) -> tuple[Tensor, Tenso
     newest = torch.arange(stored, tokens, device=device)
     exists = torch.cat((paged < stored, torch.ones_like(newest, dtype=torch.bool)))
     token = torch.cat((paged, newest))
-    return token, keys, exists & (token >= table.base)
+    inside = sum((index + 1) * page_size <= tokens for index in pages) * page_size
+    return token, keys, exists & (token >= table.base), inside
 
 
 def _mean_weights(queries: Tensor, keys: Tensor, seen: Tensor, real: Tensor, plan: ObservedPlan) -> Tensor:
