@@ -243,6 +243,7 @@ def test_observed_weights_by_hand(kv_format, tolerance):
     torch.testing.assert_close(got.double(), expected[:, :, :256].unflatten(2, (-1, 128)), rtol=0, atol=tolerance)
     short = Observed(32).after(0, query[:, :, :3])
     assert short.newest(3)[0].tolist() == [0, 1, 2] and short.newest(2)[1].shape[2] == 2
+    assert short.after(3, query[:, :2]).newest(13)[0].tolist() == list(range(3, 13))  # another model's
     moved = short.after(3, query[:, :, :1]).selected(torch.tensor([1, 1, 0]), 4)
     assert torch.equal(moved.newest(4)[1][0], query[1][:, [0, 1, 2, 0]])
 

@@ -82,8 +82,10 @@ class Dropper:
         assert plan.observed is not None
         queries = outputs[plan.observed.position]
         rows = min(num_tokens, queries.shape[2])  # zeros stand before them
-        observed = table.observed or Observed(self._policy.observes)
-        table.observed = observed.after(table.length + num_tokens - rows, queries[:, :, queries.shape[2] - rows :])
+        if rows < queries.shape[2]:
+            queries = queries[:, :, queries.shape[2] - rows :]
+        former = () if table.observed is None else table.observed.parts  # perhaps another policy's
+        table.observed = Observed(self._policy.observes, former).after(table.length + num_tokens - rows, queries)
 
     def _ask(self, number: int, table: PageTable, num_tokens: int, padding: Tensor | None) -> Tensor:
         plan, tokens = self._plan.tables[number], table.length + num_tokens

@@ -32,10 +32,13 @@ class Observed:
     parts: tuple[tuple[int, Tensor], ...] = ()
 
     def after(self, first: int, queries: Tensor) -> Observed:
-        """With the queries of the tokens from `first` on, without what is too old then."""
-        parts = [*self._until(first), (first, queries)]
-        oldest = first + queries.shape[2] - self.count
-        return replace(self, parts=tuple(part for part in parts if part[0] + part[1].shape[2] > oldest))
+        """With the queries of the tokens from `first` on, without what is too old then.
+
+        Queries of another shape are those of another model that has continued the cache: they are forgotten.
+        """
+        oldest, same = first + queries.shape[2] - self.count, (queries.dtype, queries.shape[1], queries.shape[3])
+        kept = ((at, q) for at, q in self._until(first) if (q.dtype, q.shape[1], q.shape[3]) == same)
+        return replace(self, parts=(*((at, q) for at, q in kept if at + q.shape[2] > oldest), (first, queries)))
 
     def selected(self, rows: Tensor, length: int) -> Observed:
         """Of the sequences `rows` (int64 [n]) and the tokens before `length`."""
@@ -48,8 +51,8 @@ class Observed:
         return torch.cat(tokens)[-self.count :], torch.cat([q for _, q in parts], 2)[:, :, -self.count :]
 
     def _until(self, length: int) -> list[tuple[int, Tensor]]:
-        cut = ((first, q[:, :, : max(0, length - first)]) for first, q in self.parts)
-        return [(first, q) for first, q in cut if q.shape[2]]
+        parts = ((first, q, length - first) for first, q in self.parts if first < length)
+        return [(first, q if rows >= q.shape[2] else q[:, :, :rows]) for first, q, rows in parts]
 
 
 def attention_of_pages(
