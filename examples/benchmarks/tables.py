@@ -138,6 +138,22 @@ def int8_forms(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def drop_policies(result: dict[str, Any]) -> str:
+    """What a policy's drop changes in text, and needles, by policy."""
+    lines = [
+        "| policy | tokens | perplexity, % | KL, 1e-6 nat | new top-1, % | needles |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in result["rows"]:
+        keys = ("ratio", "kl", "differs")
+        ratio, kl, new = (dict(zip(("value", "low", "high"), row[key], strict=True)) for key in keys)
+        cells = [_interval(ratio, lambda x: f"{100 * (x - 1):+.2f}"), _interval(kl, lambda x: f"{1e6 * x:.0f}")]
+        cells.append(_interval(new, lambda x: f"{100 * x:.2f}"))
+        cells.append(f"{row['found']}/{row['asked']}" if row["asked"] else "")
+        lines.append(f"| {row['policy']} | {row['tokens']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def matrix(result: dict[str, Any]) -> str:
     """What becomes of each family, attention and cache; how many are rewritten; why the others are not."""
     rows = result["rows"]
@@ -214,6 +230,7 @@ TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str, str]] = {  # how, 
     "int8_forms": (int8_forms, "95% intervals", "DESIGN.md"),
     "int4_forms": (int8_forms, "95% intervals", "DESIGN.md"),
     "fidelity_4bit": (fidelity, "95% intervals", "DESIGN.md"),
+    "drop_policies": (drop_policies, "95% intervals", "DESIGN.md"),
     "matrix": (matrix, "tiny random models", "docs/matrix.md"),
     "passes_time": (passes_time, "seconds", "DESIGN.md"),
     "step_overhead": (step_overhead, "microseconds", "DESIGN.md"),
