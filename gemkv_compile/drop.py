@@ -122,7 +122,7 @@ class AttentionMass:
     Args:
         threshold: Drop pages with a smaller share of the attention than this, a mean over heads.
         share: Keep this share of a sequence's complete pages, in (0, 1].
-        budget: Keep this many tokens, rounded down to pages.
+        budget: Keep this many tokens, rounded down to pages; up to a page more until it is asked again.
         recent: The newest tokens, which are never dropped.
         observes, decodes, windowed: See `Policy`.
     Raises:
@@ -160,7 +160,7 @@ class SnapKV:
 
     Args:
         share: Keep this share of a sequence's complete pages, in (0, 1].
-        budget: Keep this many tokens, rounded down to pages.
+        budget: Keep this many tokens, rounded down to pages; up to a page more until it is asked again.
         pool: Neighbouring tokens that are pooled, an odd number.
         recent: The newest tokens, which are never dropped.
         observes, decodes, windowed: See `Policy`.
