@@ -227,14 +227,14 @@ def test_observed_weights_by_hand(kv_format, tolerance):
     table.begin(1, None)
     table.drop({1: [False, True]})
     table.commit(0)
-    table.expose_from(5)
+    table.expose_from(105)
     query = torch.randn(2, 4, 10, 16)
     padding = torch.rand(2, 310) < 0.8
     observed = Observed(10).after(290, query)
     plan = ObservedPlan(0, 0.3, 4.0, 200)
     got = attention_of_pages(table, 300, observed, plan, padding)
     token, position = torch.arange(300), torch.arange(290, 300)[:, None]
-    seen = (token >= 5) & (token <= position) & (token > position - 200) & padding[:, None, :300]
+    seen = (token >= 105) & (token <= position) & (token > position - 200) & padding[:, None, :300]
     seen[1, :, 128:256] = False
     scores = 4 * torch.tanh(query.double() @ keys.double().repeat_interleave(2, 1).mT * 0.3 / 4)
     weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
