@@ -22,7 +22,7 @@ SOME = [(80, 64, "int8"), (86, 512, "int8"), (90, 256, "int8"), (100, 128, "int8
 LATER = [(80, 128, "int4"), (90, 256, "k8v4"), (90, 256, "k6v4"), (100, 64, "k6v4"), (100, 64, "int4")]
 SOME += [pytest.param(*case, marks=pytest.mark.slow) for case in LATER]
 # Bytes that a thread spills at most, where it does: the sums of a large head take half of the registers there are.
-SPILLS = {(90, 256): 96, (90, 512): 96, (100, 512): 160}
+SPILLS = {(90, 256): 104, (90, 512): 96, (100, 512): 160}
 DIMENSIONS = {"q": 4, "k": 4, "v": 4, "table": 2, "lens": 1, "starts": 1, "tail": 5, "padding": 2, "mask": 4}
 DIMENSIONS |= {"sinks": 1, "out": 4, "lse": 3}
 
