@@ -27,7 +27,7 @@ PACKED_LATER = [(90, 256, 4), (90, 512, 30), (80, 256, 30), (90, 128, 63), (100,
 PACKED += [pytest.param(*case, marks=pytest.mark.slow) for case in PACKED_LATER]
 SOME += [pytest.param(*case, marks=pytest.mark.slow) for case in LATER]
 # Bytes that a thread spills at most, where it does: the sums of a large head take half of the registers there are.
-SPILLS = {(90, 256): 96, (90, 512): 96, (100, 512): 160}
+SPILLS = {(90, 256): 104, (90, 512): 96, (100, 512): 160}
 DIMENSIONS = {"q": 4, "k": 4, "v": 4, "table": 2, "lens": 1, "starts": 1, "tail": 5, "padding": 2, "mask": 4}
 DIMENSIONS |= {"sinks": 1, "out": 4, "lse": 3}
 

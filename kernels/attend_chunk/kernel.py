@@ -133,14 +133,16 @@ def attend_chunk_kernel(
 
     tail += row * tail_s[0] + kv_head * tail_s[2]
     strides = (tail_s[3], tail_s[4], tail_s[3], tail_s[4])
-    if F.guarded:  # the first group, and then the newest one, if it is another
-        guard = tl.minimum(length, F.group_size)
-        for at in tl.range(low // BLOCK_N * BLOCK_N, guard, BLOCK_N):
-            state = attend_rows(state, queries, tail, tail + tail_s[1], strides, at, 0, low, guard, False, view, F)
-        tail += F.group_size * tail_s[3]
-        end = tl.maximum(end, guard)
-    for at in tl.range(tl.maximum(low - end, 0) // BLOCK_N * BLOCK_N, length - end, BLOCK_N):
-        state = attend_rows(state, queries, tail, tail + tail_s[1], strides, at, end, low, length, False, view, F)
+    begin, stop = tl.maximum(low - end, 0) // BLOCK_N * BLOCK_N, length - end
+    if F.guarded:  # rows of the first group, and then those of the newest one, if it is another
+        begin = tl.where(low < F.group_size, low // BLOCK_N * BLOCK_N, begin + F.group_size)
+        stop = tl.where(end > 0, stop + F.group_size, stop)
+    for at in tl.range(begin, stop, BLOCK_N):
+        first_row, high = end, length  # the token that row 0 would be, and the end of those that are there
+        if F.guarded:
+            first_row = tl.where(at < F.group_size, 0, end - F.group_size)
+            high = tl.where(at < F.group_size, tl.minimum(length, F.group_size), length)
+        state = attend_rows(state, queries, tail, tail + tail_s[1], strides, at, first_row, low, high, False, view, F)
 
     if F.own:  # the chunk itself, counted from its first token
         k += row * k_s[0] + kv_head * k_s[1]
