@@ -109,11 +109,11 @@ def append_token(
                 if K_BITS == 6:  # unrolled, it spills
                     for first in range(0, D, BLOCK_D):
                         _commit_both(k_rows, v_rows, k + head * k_head, v + head * v_head, k_dim, v_dim, fill, norms,
-                                first, block, K_BITS, V_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
+                             first, block, K_BITS, V_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
                 else:
                     for first in tl.static_range(0, D, BLOCK_D):
                         _commit_both(k_rows, v_rows, k + head * k_head, v + head * v_head, k_dim, v_dim, fill, norms,
-                                first, block, K_BITS, V_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
+                             first, block, K_BITS, V_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
     tl.debug_barrier()  # every thread has read the length
     tl.store(seq_lens + row * lens_batch, length + 1)
 
