@@ -106,13 +106,29 @@ def append_token(
                 k_rows, v_rows = tail + head * TAIL_ROWS * D, tail + (HEADS + head) * TAIL_ROWS * D
                 norms = token_norms(v_rows, v + head * v_head, 0, v_dim, 0, fill, fill + 1,
                                V_BITS, D, GROUP, BLOCK_D)  # fmt: skip
-                for first in tl.static_range(0, D, BLOCK_D):
-                    _commit(k_rows, k + head * k_head, 0, k_dim, 0, fill, fill + 1, norms, first,
-                            block, False, K_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
-                    _commit(v_rows, v + head * v_head, 0, v_dim, 0, fill, fill + 1, norms,
-                            first, block, True, V_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
+                if K_BITS == 6:  # unrolled, it spills
+                    for first in range(0, D, BLOCK_D):
+                        _commit_both(k_rows, v_rows, k + head * k_head, v + head * v_head, k_dim, v_dim, fill, norms,
+                             first, block, K_BITS, V_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
+                else:
+                    for first in tl.static_range(0, D, BLOCK_D):
+                        _commit_both(k_rows, v_rows, k + head * k_head, v + head * v_head, k_dim, v_dim, fill, norms,
+                             first, block, K_BITS, V_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
     tl.debug_barrier()  # every thread has read the length
     tl.store(seq_lens + row * lens_batch, length + 1)
+
+
+@triton.jit
+def _commit_both(
+    k_rows, v_rows, k, v, k_dim, v_dim, fill, norms, first, block, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
+    D: tl.constexpr, GROUP: tl.constexpr, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr, QUANTISED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`_commit` for keys and for values, of a group that one new token completes."""
+    _commit(k_rows, k, 0, k_dim, 0, fill, fill + 1, norms, first,
+            block, False, K_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
+    _commit(v_rows, v, 0, v_dim, 0, fill, fill + 1, norms, first,
+            block, True, V_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
 
 
 @triton.jit
