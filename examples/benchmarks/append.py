@@ -35,7 +35,7 @@ def measure(batch: int, heads: int, dim: int) -> dict[str, Any]:
         pages = torch.empty(batch * TOKENS // PAGE_SIZE, layout.page_bytes, dtype=torch.uint8, device="cuda")
         addresses = pages.data_ptr() + torch.arange(len(pages), device="cuda") * layout.page_bytes
         table = addresses.view(batch, -1)
-        tail = torch.randn(batch, 2, heads, GROUP_SIZE, dim, device="cuda").to(torch.bfloat16)
+        tail = torch.randn(batch, 2, heads, layout.tail_rows, dim, device="cuda").to(torch.bfloat16)
         for kind, length in (("token", TOKENS // 2), ("commit", TOKENS // 2 + GROUP_SIZE - 1)):
             work = partial(append_at, length, k, v, table, lengths, tail, layout)
             row[f"{kv_format}_{kind}_us"] = graph_us(work) - graph_us(partial(lengths.fill_, length))

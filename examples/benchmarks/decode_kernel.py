@@ -55,7 +55,7 @@ class Paged:
         self.table = (self.memory.data_ptr() + order * self.layout.page_bytes).view(batch, pages)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device="cuda")
         self.starts = torch.zeros(batch, dtype=torch.int32, device="cuda")
-        self.tail = torch.zeros(batch, 2, heads, GROUP_SIZE, dim, dtype=torch.bfloat16, device="cuda")
+        self.tail = torch.zeros(batch, 2, heads, self.layout.tail_rows, dim, dtype=torch.bfloat16, device="cuda")
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
         append_kv_triton(k, v, self.table, self.lengths, self.tail, self.layout)

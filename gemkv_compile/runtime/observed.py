@@ -96,7 +96,12 @@ def _stored_keys(table: PageState, row: int, tokens: int) -> tuple[Tensor, Tenso
     stored = tokens - tokens % layout.group_size
     pages = [index for index, addresses in table.pages.items() if addresses[row] and index * page_size < stored]
     data = gather_pages([[table.pages[index][row] for index in pages]], layout, device)
-    keys = torch.cat((read_keys(data, layout)[0], table.tail[row, 0, :, : tokens - stored].to(torch.float32)), 1)
+    paged_keys, kept = read_keys(data, layout)[0], table.tail[row, 0].to(torch.float32)
+    if layout.is_guarded and 0 in pages:  # the first group is read from the tail
+        first_row = pages.index(0) * page_size
+        paged_keys[:, first_row : first_row + layout.group_size] = kept[:, : layout.group_size]
+    at = layout.tail_row(tokens)
+    keys = torch.cat((paged_keys, kept[:, at : at + tokens - stored]), 1)
     first = torch.tensor(pages, dtype=torch.int64, device=device)[:, None] * page_size
     paged = (first + torch.arange(page_size, device=device)).flatten()
     newest = torch.arange(stored, tokens, device=device)
