@@ -160,7 +160,7 @@ def test_with_a_past(rules, kv_format):
     sinks = None if rules["sinks"] is None else rules["sinks"].cuda()
     arguments = None, None, sinks, rules["scale"], rules["softcap"], rules["causal"], rules["window"]
     state = to_device(cache, "cuda")
-    got = attend_chunk_triton(q.cuda(), k.cuda(), v.cuda(), *state, *arguments, cache.layout, engine="hopper")
+    got = attend_chunk_triton(q.cuda(), k.cuda(), v.cuda(), *state, *arguments, cache.layout, variant="hopper")
     references = (cases.dense_attention(cache, q, k, v, **rules, dtype=dtype) for dtype in (torch.float64, HALF))
     close_enough(got, *references)
 

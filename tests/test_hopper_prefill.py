@@ -10,7 +10,7 @@ import torch
 from triton_devices import close_enough
 
 from gemkv_compile.errors import InvalidOption
-from gemkv_compile.kernels.attend_chunk import engines, kernel, kernel_hopper
+from gemkv_compile.kernels.attend_chunk import kernel, kernel_hopper, variants
 
 HALF = torch.bfloat16
 
@@ -206,14 +206,14 @@ def plugged(hopper, monkeypatch):
     runs = []
     monkeypatch.setattr(hopper, "empty_results", poisoned)
     monkeypatch.setattr(kernel_hopper, "attend_chunk_hopper", run)
-    monkeypatch.setattr(engines, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(variants, "capability", lambda device: (9, 0))
     return runs
 
 
-def attend(cache, new, padding=None, mask=None, sinks=None, scale=0.125, softcap=None, causal=True, window=None, engine="hopper"):  # fmt: skip  # noqa: E501
+def attend(cache, new, padding=None, mask=None, sinks=None, scale=0.125, softcap=None, causal=True, window=None, variant="hopper"):  # fmt: skip  # noqa: E501
     rules = padding, mask, sinks, scale, softcap, causal, window
     state = cache.page_table, cache.seq_lens, cache.starts, cache.tail
-    return kernel.attend_chunk_triton(*new, *state, *rules, cache.layout, engine=engine)
+    return kernel.attend_chunk_triton(*new, *state, *rules, cache.layout, variant=variant)
 
 
 def chunk(cache, groups, q_len, new_len):
@@ -257,12 +257,12 @@ def test_only_queries_that_see_the_past_are_done_again(plugged, monkeypatch, q_l
     assert grids == [(blocks, 1, 2)] * (blocks > 0)
 
 
-def test_which_engine_runs(plugged, monkeypatch):
+def test_which_variant_runs(plugged, monkeypatch):
     """Off by default; with the switch, where it can; by name, or an error that says why not."""
     cache = cases.PagedCache(1, 1, 64, 64, 64, "int8", HALF)
     new = chunk(cache, 1, 70, 70)
     padding = torch.ones(1, 70, dtype=torch.bool)
-    choose = lambda engine, padding=None: engines.takes_hopper(engine, *new, padding, None, 0.1)  # noqa: E731
+    choose = lambda variant, padding=None: variants.takes_hopper(variant, *new, padding, None, 0.1)  # noqa: E731
     assert not choose("auto") and not choose("plain") and choose("hopper")
     monkeypatch.setenv("GEMKV_HOPPER_PREFILL", "1")
     assert choose("auto") and not choose("plain") and not choose("auto", padding)
@@ -270,11 +270,11 @@ def test_which_engine_runs(plugged, monkeypatch):
         choose("hopper", padding)
     with pytest.raises(InvalidOption, match="auto, plain, hopper, got 'fast'"):
         choose("fast")
-    monkeypatch.setattr(engines, "capability", lambda device: (8, 0))
+    monkeypatch.setattr(variants, "capability", lambda device: (8, 0))
     with pytest.raises(InvalidOption, match="8, 0"):
         choose("hopper")
     assert not choose("auto")
 
 
 def test_capability_of_a_cpu():
-    assert engines.capability(torch.device("cpu")) == (0, 0)
+    assert variants.capability(torch.device("cpu")) == (0, 0)

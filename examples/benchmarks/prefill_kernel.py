@@ -109,14 +109,14 @@ def exact_tail(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | 
     return F.scaled_dot_product_attention(*rows, attn_mask=seen, enable_gqa=True)
 
 
-def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, engine: str) -> Any:
+def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, variant: str) -> Any:
     batch, heads, _, dim = k.shape
     layout = PageLayout(heads, dim, 256, 64, "int8", torch.bfloat16)
     table = torch.zeros(batch, 0, dtype=torch.int64, device="cuda")
     lengths = torch.zeros(batch, dtype=torch.int32, device="cuda")
     tail = torch.zeros(batch, 2, heads, 64, dim, dtype=torch.bfloat16, device="cuda")
     rules = None, None, None, dim**-0.5, None, True, window
-    return lambda: attend_chunk_triton(q, k, v, table, lengths, lengths, tail, *rules, layout, engine)[0]
+    return lambda: attend_chunk_triton(q, k, v, table, lengths, lengths, tail, *rules, layout, variant)[0]
 
 
 def peers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 A program takes block_m queries of one head, or fewer of all heads that share keys, through the pages, the tail and the
 chunk's own keys. Lengths and addresses are read by the kernel: a launch waits for nothing. Where the Hopper kernel does
-the chunk's own keys (`engines`), this one runs after it and adds the past. Sums are float32; the weights, and keys and
+the chunk's own keys (`variants`), this one runs after it and adds the past. Sums are float32; the weights, and keys and
 values that pages hold
 as codes, are rounded to the model's dtype for the tensor cores. Positions count the tokens of a sequence.
 Source: FlashAttention-2, arXiv:2307.08691; online softmax, arXiv:1805.02867; pages, arXiv:2309.06180.
@@ -23,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gemkv_compile.errors import InvalidOption
-from gemkv_compile.kernels.attend_chunk.engines import takes_hopper
 from gemkv_compile.kernels.attend_chunk.kernel_loops import add_results, attend_pages, attend_rows
 from gemkv_compile.kernels.attend_chunk.kernel_tile import LOG2E, LOWEST, NEVER, Form
+from gemkv_compile.kernels.attend_chunk.variants import takes_hopper
 from gemkv_compile.kernels.layout import PageLayout
 from gemkv_compile.kernels.results import empty_results
 
@@ -247,18 +247,18 @@ def attend_chunk_triton(
     causal: bool,
     window: int | None,
     layout: PageLayout,
-    engine: str = "auto",
+    variant: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Arguments and result as in `gemkv_compile.kernels.ops.attend_chunk`; tensors on CUDA, or in Triton's interpreter.
 
     Args:
-        engine: As in `gemkv_compile.kernels.attend_chunk.engines.takes_hopper`.
+        variant: As in `gemkv_compile.kernels.attend_chunk.variants.takes_hopper`.
     Nothing waits for the device, so a token without a column in padding is not an error here: it is not attended to.
     Raises:
-        InvalidOption: group_size is no multiple of 16, or the engine cannot do this.
+        InvalidOption: group_size is no multiple of 16, or the variant cannot do this.
     """
     out, lse = empty_results(q)
-    hopper = takes_hopper(engine, q, k, v, padding, mask, scale)
+    hopper = takes_hopper(variant, q, k, v, padding, mask, scale)
     if not out.numel():
         return out, lse
     if hopper:

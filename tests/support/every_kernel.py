@@ -38,7 +38,7 @@ def hopper_prefill():
         state = *to_device(cache, "cuda"), None, None, None, 0.1
         k, v = (cases.normal(2, 2, 70, head_dim, dtype=torch.bfloat16).cuda() for _ in range(2))
         q = cases.normal(2, 4, 70, head_dim, dtype=torch.bfloat16).cuda()
-        attend_chunk_triton(q, k, v, *state, None, True, 100, cache.layout, engine="hopper")
+        attend_chunk_triton(q, k, v, *state, None, True, 100, cache.layout, variant="hopper")
     torch.cuda.synchronize()
     print("every kernel ran")
 

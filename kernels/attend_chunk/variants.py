@@ -13,7 +13,7 @@ from gemkv_compile.errors import InvalidOption
 
 log = logging.getLogger(__name__)
 
-ENGINES = ("auto", "plain", "hopper")
+VARIANTS = ("auto", "plain", "hopper")
 SWITCH = "GEMKV_HOPPER_PREFILL"
 
 
@@ -29,19 +29,19 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def takes_hopper(
-    engine: str, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, mask: Tensor | None, scale: float
+    variant: str, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, mask: Tensor | None, scale: float
 ) -> bool:
     """Whether the Hopper kernel attends q [B, Hq, Q, D] to the chunk's own k and v [B, Hkv, N, D].
 
     Args:
-        engine: "plain": never; "hopper": always; "auto": where it can, if `hopper_is_used`.
+        variant: "plain": never; "hopper": always; "auto": where it can, if `hopper_is_used`.
         padding, mask, scale: As in `gemkv_compile.kernels.ops.attend_chunk`.
     Raises:
-        InvalidOption: there is no such engine, or "hopper" cannot do this.
+        InvalidOption: there is no such variant, or "hopper" cannot do this.
     """
-    if engine not in ENGINES:
-        raise InvalidOption(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}.")
-    if engine == "plain" or (engine == "auto" and not hopper_is_used()):
+    if variant not in VARIANTS:
+        raise InvalidOption(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}.")
+    if variant == "plain" or (variant == "auto" and not hopper_is_used()):
         return False
     if padding is not None or mask is not None:
         reason = "it knows no padding and no mask"
@@ -49,8 +49,8 @@ def takes_hopper(
         from gemkv_compile.kernels.attend_chunk.kernel_hopper import eligible
 
         reason = eligible(q, k, v, scale, capability(q.device))
-    if reason and engine == "hopper":
-        raise InvalidOption(f'The Hopper kernel cannot do this: {reason}. Use engine="plain".')
+    if reason and variant == "hopper":
+        raise InvalidOption(f'The Hopper kernel cannot do this: {reason}. Use variant="plain".')
     if reason:
         log.debug("gemkv: the plain kernel runs: %s", reason)
     return not reason
