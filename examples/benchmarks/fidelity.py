@@ -20,7 +20,7 @@ from harness import about, save
 
 from gemkv_compile.cli.main import main as gemkv
 
-DEFAULT = ["--path", "parallel", "--tokens", "0", "--formats", "int8,k8v4,int4", "--needles", "8"]
+DEFAULT = ["--path", "parallel", "--tokens", "0", "--formats", "int8,k8v4,k6v4,int4", "--needles", "8"]
 
 
 def evaluated(model: str, extra: list[str]) -> dict[str, Any]:
