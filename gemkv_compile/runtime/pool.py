@@ -102,8 +102,7 @@ class PagePool:
                 raise PoolExhausted(self.name, missing * self.layout.page_bytes, self.limit or 0, self._in_use_bytes())
             if missing:
                 self._grow(missing)
-            with self._order:  # the stream is known, and waits if it is another one
-                pass
+            self._order.follow()
             try:
                 self._pick(count, pages)
                 self._references.update(pages)
@@ -210,7 +209,8 @@ class PagePool:
         if not self._returned:
             return
         while self._returned:
-            pages = _without_holes(self._returned.popleft())
+            pages = _without_holes(self._returned[0])
+            self._returned.popleft()
             for observe in self.observers:
                 observe(self, "dropped", pages)
             for page in pages:

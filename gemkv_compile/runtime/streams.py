@@ -25,8 +25,8 @@ class StreamOrder:
         device: Where the memory is.
         memory: The allocations, asked for when the stream changes: they must not be freed under a stream's work.
         current: The stream that work goes to now.
-    As a context it is held by one thread at a time, and what is launched inside comes after all that was launched on
-    the stream of the context before.
+    What is launched after `follow` comes after all that was launched on the stream of the `follow` before; its callers
+    keep other threads out. As a context it does so itself, until the context ends.
     """
 
     def __init__(
@@ -41,16 +41,20 @@ class StreamOrder:
         self._last: Any = None
         self._lock = threading.Lock()
 
+    def follow(self) -> None:
+        """Let the current stream wait for the last one, if that is another."""
+        stream = self._current(self._device)
+        if stream is not None and stream != self._last:
+            if self._last is not None:
+                stream.wait_stream(self._last)
+            for tensor in self._memory():
+                tensor.record_stream(stream)
+            self._last = stream
+
     def __enter__(self) -> None:
         self._lock.acquire()
         try:
-            stream = self._current(self._device)
-            if stream is not None and stream != self._last:
-                if self._last is not None:
-                    stream.wait_stream(self._last)
-                for tensor in self._memory():
-                    tensor.record_stream(stream)
-                self._last = stream
+            self.follow()
         except BaseException:
             self._lock.release()
             raise
