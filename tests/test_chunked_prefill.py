@@ -81,6 +81,7 @@ def test_the_record_would_see_a_past():
     assert all(found) and len(found) == 2
 
 
+@pytest.mark.slow
 def test_with_an_engine_for_the_first_chunk(monkeypatch, tmp_path):
     """First and later chunks are one graph to the inner compiler."""
     with fake_engine(monkeypatch, tmp_path) as fake:

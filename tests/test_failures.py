@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 from paged_tables import CPU, dense_rows, layout_of
+from tiers import tiers
 from tiny_models import build, generated, greedy, prompt, tuple_model
 
 import gemkv_compile
@@ -53,8 +54,7 @@ def run(model, **kwargs):
         return model.generate(prompt(2, 120), max_new_tokens=12, do_sample=False, **kwargs)
 
 
-@pytest.mark.parametrize("where", ["model", "layer"])
-@pytest.mark.parametrize("at", [1, 10])
+@pytest.mark.parametrize("at, where", tiers([(1, "model"), (10, "layer")], [(1, "layer"), (10, "model")]))
 def test_exception_in_a_forward_hook(where, at):
     """A hook of the whole model runs between calls; one of a layer, in the middle of a call's two graphs."""
     model = gemkv_compile.compile(build("gemma3"), kv_format="model")
@@ -91,7 +91,10 @@ def compiled():
     return gemkv_compile.compile(build("gemma3"), kv_format="model", strict=True)
 
 
-@pytest.mark.parametrize("point", POINTS)
+LESS = ("after begin", "after commit", "before wrapping")
+
+
+@pytest.mark.parametrize("point", tiers([each for each in POINTS if each not in LESS], [(each,) for each in LESS]))
 def test_interrupted_generate(point, monkeypatch, compiled):
     """In the prompt's first and second layer, and in the second layer of the step that completes a group."""
     expected, before = generated("gemma3", 2, 120, 12), in_use()
@@ -108,7 +111,7 @@ def test_interrupted_generate(point, monkeypatch, compiled):
 
 
 @pytest.mark.parametrize("operator", ["append_kv", "attend_pages", "attend_chunk"])
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("after", tiers([True], [(False,)]))
 def test_interrupted_operator(operator, after, monkeypatch, compiled):
     expected, before, real = generated("gemma3", 2, 120, 12), in_use(), ops.implementation
     for at in (1, 2) if operator == "attend_chunk" else (1, 2, 2 * 8):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import inputs, sdpa
+from tiers import tiers
 from tiny_models import build, generated, greedy, prompt, tuple_model
 
 import gemkv_compile
@@ -172,7 +173,7 @@ def dropped(q, k, v, past, seen):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", tiers(["eager"], [("inductor",)]))
 def test_random_numbers_and_writes_are_those_of_the_call(inner):
     outs = []
     for shadow in (0, 5):

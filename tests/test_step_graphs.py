@@ -8,6 +8,7 @@ import pytest
 import torch
 from replayed import replayed_on_cpu
 from static_models import BY_TENSOR, static_greedy, static_model
+from tiers import tiers
 from tiny_models import build, prompt, tuple_model
 from tiny_models import greedy as tuple_greedy
 
@@ -217,7 +218,7 @@ def test_modules_without_transformers(recorded):
     assert len(recorded) == 2
 
 
-@pytest.mark.parametrize("family", ["gemma3", "llama"])
+@pytest.mark.parametrize("family", tiers(["gemma3"], [("llama",)]))
 def test_static_cache(recorded, family):
     model = compiled(family)
     for tokens in (20, 9):
