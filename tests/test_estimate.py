@@ -37,7 +37,7 @@ def of_format(model, kv_format):
     kv_format=st.sampled_from(KV_FORMATS),
     sizes=st.sampled_from([(64, 64), (256, 64), (96, 48), (16, 16)]),
 )
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 def test_integers_and_formula_are_the_same(tokens, keep, kv_format, sizes):
     layout = layout_of(kv_format, page_size=sizes[0], group_size=sizes[1])
     parts = paged_parts(layout, keep, tokens)
@@ -107,7 +107,7 @@ def test_peak_is_the_most_on_the_way():
 
 
 @given(st.integers(0, 10**12), st.integers(1, 10**6), st.integers(0, 10**6))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 def test_most_that_fits(room, slope, offset):
     most = most_that_fits(lambda n: offset + slope * n if n else 0, room)
     assert most == max(0, (room - offset) // slope)

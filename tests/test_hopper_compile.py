@@ -57,6 +57,7 @@ def highest_registers(found):
 
 
 @pytest.mark.skipif(not interpreted.ON, reason="this process compiles")
+@pytest.mark.slow
 def test_in_a_process_that_compiles(tmp_path):
     interpreted.run_compiled(__file__, tmp_path)
 

@@ -79,6 +79,7 @@ def test_causal(hopper, monkeypatch, pingpong, consumers, stages):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", tiers([None, 33, 100], [(1,), (1000,)]))
 @pytest.mark.parametrize("q_len, new_len", tiers([(97, 203)], [(150, 150), (1, 130)]))
+@pytest.mark.slow
 def test_windows(hopper, monkeypatch, causal, window, q_len, new_len):
     shape = 1, 2, 1, q_len, new_len, 64
     check(hopper, monkeypatch, shape, 5, (32, 3, 2, True), causal=causal, window=window)
@@ -86,6 +87,7 @@ def test_windows(hopper, monkeypatch, causal, window, q_len, new_len):
 
 @pytest.mark.parametrize("pack", tiers([8, None], [(1,), (2,)]))
 @pytest.mark.parametrize("head_dim, block_n", [(64, 128), (128, 64), (256, 32)])
+@pytest.mark.slow
 def test_heads(hopper, monkeypatch, head_dim, block_n, pack):
     """Groups of 8 and 24 heads, packed and not."""
     for heads in (8, 24):
@@ -94,6 +96,7 @@ def test_heads(hopper, monkeypatch, head_dim, block_n, pack):
 
 @pytest.mark.parametrize("softcap", [0.5, 50.0])
 @pytest.mark.parametrize("dtype", [HALF, torch.float16], ids=str)
+@pytest.mark.slow
 def test_softcap_and_dtypes(hopper, monkeypatch, dtype, softcap):
     shape = 1, 2, 1, 70, 70, 64
     check(hopper, monkeypatch, shape, 7, (32, 3, 2, True), dtype=dtype, softcap=softcap, scale=0.7, window=30)
@@ -151,6 +154,7 @@ def test_the_last_sizes_that_are_used(hopper, monkeypatch):
         ("programs - 1 - program)\n    return rounds", "program)\n    return rounds"),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_fault_in_the_kernel_is_found(monkeypatch, old, new):
     """What the stand-in is for: each of these changes is a race, a deadlock, or a wrong number."""
     with pytest.raises((AssertionError, ValueError)):
@@ -229,6 +233,7 @@ def chunk(cache, groups, q_len, new_len):
     "rules", [{}, {"window": 60}, {"softcap": 2.0, "causal": False}, {"sinks": torch.tensor([0.5, -1.0])}], ids=str
 )
 @pytest.mark.parametrize("new_len", [80, 100])
+@pytest.mark.slow
 def test_with_a_past(plugged, rules, new_len):
     """The plain kernel adds pages and tail to what the Hopper kernel has found; sequences without a past are left."""
     cache = cases.PagedCache(3, 1, 64, 64, 64, "int8", HALF).fill([0, 71, 130])

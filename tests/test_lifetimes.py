@@ -200,7 +200,7 @@ class Stops(StoppingCriteria):
         return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.at)
 
 
-@pytest.mark.parametrize("reads, raises", tiers([(3, False), (1000, True)], [(3, True), (1000, False)]))
+@pytest.mark.parametrize("reads, raises", tiers([(3, True)], [(3, False), (1000, True), (1000, False)]))
 def test_stopping_while_streaming_leaves_no_page(reads, raises):
     """Leak 1: a thread generates, its consumer goes away, and it is stopped or fails; then everything is given back."""
     model = gemkv_compile.compile(build("gemma3"), kv_format="model")

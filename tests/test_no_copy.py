@@ -82,6 +82,7 @@ def _touches_state(node):
     return any(any(name in str(arg) for name in STATE) for arg in node.all_input_nodes)
 
 
+@pytest.mark.slow
 def test_inductor_equals_the_graph_run_as_it_is():
     """Also over a group boundary and with a second cache: writes and reads of page memory keep their order."""
     expected = greedy(tuple_model(), prompt(2, 60), 80)[0]

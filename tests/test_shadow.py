@@ -75,6 +75,7 @@ def test_int8_has_a_format_error_and_no_rewrite_error(rows_first, mode):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_format_error_beside_that_of_a_dense_cache():
     """Against the plain module on a dense cache. From the second chunk on its rows come from other hidden states."""
     model, plain = gemkv_compile.compile(tuple_model(), shadow=100), tuple_model()
@@ -201,6 +202,7 @@ def test_gradients_are_those_of_the_call():
     assert all(map(torch.equal, *grads)) and len(calls(model)) == 2
 
 
+@pytest.mark.slow
 def test_pages_and_rows_go_with_the_cache():
     before = sum(pool.in_use for pool in kv_memory(()).pools)
     model = gemkv_compile.compile(build("gemma3"), shadow=1000)

@@ -104,7 +104,8 @@ def test_values_are_let_go(monkeypatch):
     assert len(made) == 7 and sum(map(len, made)) >= 7
 
 
-@pytest.mark.parametrize("split", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [False, True])
 def test_inductor(split):
     """The real inner compiler on a CPU."""
     model = tuple_model(layers=4)

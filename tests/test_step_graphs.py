@@ -69,6 +69,7 @@ def test_padding_is_copied(recorded):
     assert len(recorded) == 1
 
 
+@pytest.mark.slow
 def test_a_mask_that_outgrows_its_buffer(recorded, monkeypatch):
     monkeypatch.setattr(step_graphs, "MIN_PADDING_COLUMNS", 8)
     model = compiled("llama")
@@ -117,6 +118,7 @@ def test_caches_that_take_turns(recorded):
         assert caches[i].get_seq_length() == 70 + i
 
 
+@pytest.mark.slow
 def test_an_older_cache_is_continued(recorded):
     """Two continuations of one past: the table forks, and both are right."""
     outs = []
@@ -159,6 +161,7 @@ def test_weights_that_move_or_change(recorded):
     assert len(recorded) == 2
 
 
+@pytest.mark.slow
 def test_expanded_inputs(recorded):
     """Positions of one row for all sequences, as `expand` gives them."""
     outs = []
@@ -233,6 +236,7 @@ def test_off(recorded):
     assert not recorded and not said(model)
 
 
+@pytest.mark.slow
 def test_a_capture_keeps_no_model_alive(recorded):
     model = compiled("llama")
     greedy(model, 12)

@@ -5,6 +5,7 @@ import math
 import paged_cases as cases
 import pytest
 import torch
+from tiers import tiers
 from triton_devices import DEVICES, FORMATS, close_enough, to_device
 
 from gemkv_compile.kernels.attend_pages.kernel import attend_pages_triton
@@ -52,15 +53,18 @@ def test_every_length(device, kv_format, dtype, groups):
 
 @devices
 @formats
-@pytest.mark.parametrize("head_dim", [16, 80, 128, 256, 512])
+@pytest.mark.parametrize("head_dim", tiers([80, 256], [(16,), (128,), (512,)]))
 def test_head_sizes(device, kv_format, head_dim):
     cache = cases.PagedCache(2, 1, head_dim, 64, 64, kv_format).fill([100, 64])
     check(cache, query(cache, 2), device, scale=head_dim**-0.5)
 
 
+RULES = ("padding", "mask", "sinks", "softcap", "window")
+
+
 @devices
 @formats
-@pytest.mark.parametrize("kind", ["padding", "mask", "bool mask", "short mask", "sinks", "softcap", "window", "all"])
+@pytest.mark.parametrize("kind", tiers(["bool mask", "short mask", "all"], [(kind,) for kind in RULES]))
 def test_rules(device, kv_format, kind):
     cache = cases.PagedCache(3, 2, 16, 64, 64, kv_format, max_pages=4).fill([200, 70, 130])
     cache.starts = torch.tensor([0, 3, 66], dtype=torch.int32)

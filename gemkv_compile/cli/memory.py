@@ -103,9 +103,9 @@ def _print(console: Console, model: ModelMemory, result: dict[str, Any]) -> None
     title = f"{model.title}, {result['dtype']}: cache of {result['batch']} x {result['tokens']:,} tokens, MiB"
     table = Table(title=title, title_justify="left", min_width=len(title))
     entries = result["formats"]
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for entry in entries:
-        table.add_column(entry["format"], justify="right", no_wrap=True)
+        table.add_column(entry["format"], justify="right")
     table.add_row("all", *(f"{entry['bytes'] / 2**20:,.1f}" for entry in entries))
     table.add_row(
         "ratio", *(f"{entry['bytes'] / max(1, entries[0]['bytes']):.3f}" for entry in entries), end_section=True
