@@ -385,8 +385,8 @@ class Broken:
     windowed: bool = False
 
     def choose(self, pages):
-        if isinstance(self.answer, Exception):
-            raise self.answer
+        if isinstance(self.answer, Exception):  # a new one: its traceback would keep the caches alive
+            raise type(self.answer)(*self.answer.args)
         return self.answer
 
 
