@@ -17,24 +17,35 @@ NIBBLE_BIAS = tl.constexpr(1032.0)  # likewise, with 8
 SIX_BIAS = tl.constexpr(1056.0)  # and with 32
 
 
+def _four_halves(*steps: str) -> tl.constexpr:
+    """PTX that makes four float16 numbers, $0 and $1, of the four codes that the steps leave in `positive`."""
+    last = ("prmt.b32 $0, positive, 0x64646464, 0x4140", "prmt.b32 $1, positive, 0x64646464, 0x4342")
+    return tl.constexpr("{ .reg .b32 positive, rest; " + "; ".join((*steps, *last)) + "; }")
+
+
+_NIBBLE = ("and.b32 positive, positive, 0x0f0f0f0f", "xor.b32 positive, positive, 0x08080808")
+_LOW = ("mov.b32 positive, $2", *_NIBBLE)
+_HIGH = ("shr.u32 positive, $2, 4", *_NIBBLE)
+_REST = (  # $3 is the number of bits that the lower 2 of each code are up in the bytes of $4
+    "and.b32 rest, $3, 255",
+    "shr.u32 rest, $4, rest",
+    "and.b32 rest, rest, 0x03030303",
+    "shl.b32 positive, positive, 2",
+    "or.b32 positive, positive, rest",
+)
+OF_BYTES = _four_halves("xor.b32 positive, $2, 0x80808080")
+OF_LOW, OF_HIGH = _four_halves(*_LOW), _four_halves(*_HIGH)
+OF_LOW_AND_REST, OF_HIGH_AND_REST = _four_halves(*_LOW, *_REST), _four_halves(*_HIGH, *_REST)
+
+
 @triton.jit
 def shifted_codes(codes, dtype: tl.constexpr, BITS: tl.constexpr):
-    """Codes of 8 bits; in float16 with BIAS added."""
+    """Codes of 8 bits; in float16 with BIAS added. BITS: float16 numbers may be made of bits."""
     if dtype != tl.float16:
         return codes.to(dtype)
     if not BITS:
         return codes.to(tl.float16) + BIAS
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 positive;
-        xor.b32 positive, $2, 0x80808080;
-        prmt.b32 $0, positive, 0x64646464, 0x4140;
-        prmt.b32 $1, positive, 0x64646464, 0x4342;
-        }
-        """,
-        "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4,
-    )  # fmt: skip
+    return tl.inline_asm_elementwise(OF_BYTES, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
 
 
 @triton.jit
@@ -46,92 +57,19 @@ def exact_codes(codes, dtype: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def exact_low(pairs, dtype: tl.constexpr, BITS: tl.constexpr):
-    """The codes in the low nibbles of bytes."""
+def exact_nibbles(pairs, HIGH: tl.constexpr, dtype: tl.constexpr, BITS: tl.constexpr):
+    """The codes in the low or the high nibbles of bytes."""
     if dtype != tl.float16 or not BITS:
-        return ((pairs << 4) >> 4).to(dtype)
-    shifted = tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 positive;
-        and.b32 positive, $2, 0x0f0f0f0f;
-        xor.b32 positive, positive, 0x08080808;
-        prmt.b32 $0, positive, 0x64646464, 0x4140;
-        prmt.b32 $1, positive, 0x64646464, 0x4342;
-        }
-        """,
-        "=r,=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=4,
-    )  # fmt: skip
-    return shifted - NIBBLE_BIAS
+        return ((pairs if HIGH else pairs << 4) >> 4).to(dtype)
+    asm: tl.constexpr = OF_HIGH if HIGH else OF_LOW
+    return tl.inline_asm_elementwise(asm, "=r,=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=4) - NIBBLE_BIAS
 
 
 @triton.jit
-def exact_high(pairs, dtype: tl.constexpr, BITS: tl.constexpr):
-    """The codes in the high nibbles of bytes."""
+def exact_six(pairs, rests, HIGH: tl.constexpr, SHIFT: tl.constexpr, dtype: tl.constexpr, BITS: tl.constexpr):
+    """Codes of 6 bits: the upper 4 are nibbles of `pairs`, the lower 2 are SHIFT bits up in the bytes of `rests`."""
     if dtype != tl.float16 or not BITS:
-        return (pairs >> 4).to(dtype)
-    shifted = tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 positive;
-        shr.u32 positive, $2, 4;
-        and.b32 positive, positive, 0x0f0f0f0f;
-        xor.b32 positive, positive, 0x08080808;
-        prmt.b32 $0, positive, 0x64646464, 0x4140;
-        prmt.b32 $1, positive, 0x64646464, 0x4342;
-        }
-        """,
-        "=r,=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=4,
-    )  # fmt: skip
-    return shifted - NIBBLE_BIAS
-
-
-@triton.jit
-def exact_low_of_6(pairs, rests, SHIFT: tl.constexpr, dtype: tl.constexpr, BITS: tl.constexpr):
-    """Codes of 6 bits: the upper 4 are low nibbles of bytes, the lower 2 are SHIFT bits up in other bytes."""
-    if dtype != tl.float16 or not BITS:
-        return (((pairs << 4) >> 2) | ((rests >> SHIFT) & 3)).to(dtype)
-    shifted = tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 rest, positive;
-        and.b32 positive, $3, 255;
-        shr.u32 rest, $4, positive;
-        and.b32 positive, $2, 0x0f0f0f0f;
-        xor.b32 positive, positive, 0x08080808;
-        shl.b32 positive, positive, 2;
-        and.b32 rest, rest, 0x03030303;
-        or.b32 positive, positive, rest;
-        prmt.b32 $0, positive, 0x64646464, 0x4140;
-        prmt.b32 $1, positive, 0x64646464, 0x4342;
-        }
-        """,
-        "=r,=r,r,r,r", [pairs, tl.full([1, 1], SHIFT, tl.int8), rests], dtype=tl.float16, is_pure=True, pack=4,
-    )  # fmt: skip
-    return shifted - SIX_BIAS
-
-
-@triton.jit
-def exact_high_of_6(pairs, rests, SHIFT: tl.constexpr, dtype: tl.constexpr, BITS: tl.constexpr):
-    """As `exact_low_of_6`, for high nibbles."""
-    if dtype != tl.float16 or not BITS:
-        return (((pairs >> 4) << 2) | ((rests >> SHIFT) & 3)).to(dtype)
-    shifted = tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 rest, positive;
-        and.b32 positive, $3, 255;
-        shr.u32 rest, $4, positive;
-        shr.u32 positive, $2, 4;
-        and.b32 positive, positive, 0x0f0f0f0f;
-        xor.b32 positive, positive, 0x08080808;
-        shl.b32 positive, positive, 2;
-        and.b32 rest, rest, 0x03030303;
-        or.b32 positive, positive, rest;
-        prmt.b32 $0, positive, 0x64646464, 0x4140;
-        prmt.b32 $1, positive, 0x64646464, 0x4342;
-        }
-        """,
-        "=r,=r,r,r,r", [pairs, tl.full([1, 1], SHIFT, tl.int8), rests], dtype=tl.float16, is_pure=True, pack=4,
-    )  # fmt: skip
-    return shifted - SIX_BIAS
+        return (((pairs if HIGH else pairs << 4) >> 4 << 2) | ((rests >> SHIFT) & 3)).to(dtype)
+    asm: tl.constexpr = OF_HIGH_AND_REST if HIGH else OF_LOW_AND_REST
+    words = [pairs, tl.full([1, 1], SHIFT, tl.int8), rests]
+    return tl.inline_asm_elementwise(asm, "=r,=r,r,r,r", words, dtype=tl.float16, is_pure=True, pack=4) - SIX_BIAS

@@ -18,10 +18,8 @@ import triton.language as tl
 from gemkv_compile.kernels.attend_pages.kernel_codes import (
     BIAS,
     exact_codes,
-    exact_high,
-    exact_high_of_6,
-    exact_low,
-    exact_low_of_6,
+    exact_nibbles,
+    exact_six,
     shifted_codes,
 )
 from gemkv_compile.kernels.attend_pages.kernel_parts import (
@@ -143,19 +141,21 @@ def attend_split(
             if K_BITS == 6:
                 others = load_rows(block, QUARTER, tl.int8, token, k_dim, K_DIM, K_BITS * D // 8, K_PADDED)
                 rests = load_rows(block, HALF, tl.int8, token, k_dim, K_DIM, K_BITS * D // 8, K_PADDED)
-                product = multiply_keys(exact_low_of_6(keys, rests, 0, NUMBER, BITS), query, k_scale, k_zero)
+                product = multiply_keys(exact_six(keys, rests, False, 0, NUMBER, BITS), query, k_scale, k_zero)
                 product += multiply_keys(
-                    exact_high_of_6(keys, rests, 4, NUMBER, BITS), query_high, scale_high, zero_high
+                    exact_six(keys, rests, True, 4, NUMBER, BITS), query_high, scale_high, zero_high
                 )
                 k_scale = load_plane(block, SCALES + 2 * QUARTER, k_dim, K_DIM, K_PADDED)
                 k_zero = load_plane(block, SCALES + 2 * (D + QUARTER), k_dim, K_DIM, K_PADDED)
-                product += multiply_keys(exact_low_of_6(others, rests, 2, NUMBER, BITS), query_second, k_scale, k_zero)
+                product += multiply_keys(
+                    exact_six(others, rests, False, 2, NUMBER, BITS), query_second, k_scale, k_zero
+                )
                 k_scale = load_plane(block, SCALES + 6 * QUARTER, k_dim, K_DIM, K_PADDED)
                 k_zero = load_plane(block, SCALES + 2 * (D + 3 * QUARTER), k_dim, K_DIM, K_PADDED)
-                product += multiply_keys(exact_high_of_6(others, rests, 6, NUMBER, BITS), query_fourth, k_scale, k_zero)
+                product += multiply_keys(exact_six(others, rests, True, 6, NUMBER, BITS), query_fourth, k_scale, k_zero)
             elif K_BITS == 4:
-                product = multiply_keys(exact_low(keys, NUMBER, BITS), query, k_scale, k_zero)
-                product += multiply_keys(exact_high(keys, NUMBER, BITS), query_high, scale_high, zero_high)
+                product = multiply_keys(exact_nibbles(keys, False, NUMBER, BITS), query, k_scale, k_zero)
+                product += multiply_keys(exact_nibbles(keys, True, NUMBER, BITS), query_high, scale_high, zero_high)
             else:
                 product = multiply_keys(exact_codes(keys, NUMBER, BITS), query, k_scale, k_zero)
             # Groups that nobody sees may hold NaN, and a weight of 0 does not silence one.
@@ -187,9 +187,11 @@ def attend_split(
         total = total * decay + sum_of_weights
         weighted = weighted * decay[None, :]
         if V_BITS == 4:
-            part = exact_dot(exact_low(values, NUMBER, BITS), (exact_weights * norms[:, None]).to(NUMBER))
+            part = exact_dot(exact_nibbles(values, False, NUMBER, BITS), (exact_weights * norms[:, None]).to(NUMBER))
             weighted += part * v_scale[:, None]
-            part = exact_dot(exact_high(values, NUMBER, BITS), (exact_weights * norms_high[:, None]).to(NUMBER))
+            part = exact_dot(
+                exact_nibbles(values, True, NUMBER, BITS), (exact_weights * norms_high[:, None]).to(NUMBER)
+            )
             weighted_high = weighted_high * decay[None, :] + part * v_scale_high[:, None]
         elif QUANTISED:
             part = exact_dot(shifted_codes(values, NUMBER, BITS), weights)
