@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import statistics
-import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer as Clock
 
 from gemkv_compile.compat import outside_fake_mode
 from gemkv_compile.kernels.engines.calling import call, random_prompt
@@ -17,28 +17,16 @@ from gemkv_compile.kernels.engines.engine import OWN, Place, Prompt
 from gemkv_compile.kernels.engines.times import bucket_of, save_times
 
 log = logging.getLogger(__name__)
-KV_HEADS, REPEATS = 4, 7
+KV_HEADS, MEASURED_S = 4, 0.2
 Timer = Callable[[Callable[[], Any], torch.device], float]
 
 
 def median_us(run: Callable[[], Any], device: torch.device) -> float:
     """Median time of a call, microseconds, after one that is not counted."""
-    run()
-    return 1e6 * statistics.median(_seconds(run, device) for _ in range(REPEATS))
-
-
-def _seconds(run: Callable[[], Any], device: torch.device) -> float:
-    if device.type != "cuda":
-        before = time.perf_counter()
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         run()
-        return time.perf_counter() - before
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.cuda.device(device):
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+        clock = Clock("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+        return 1e6 * float(clock.blocked_autorange(min_run_time=MEASURED_S).median)
 
 
 def measure(
