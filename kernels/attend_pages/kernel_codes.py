@@ -38,38 +38,51 @@ OF_LOW, OF_HIGH = _four_halves(*_LOW), _four_halves(*_HIGH)
 OF_LOW_AND_REST, OF_HIGH_AND_REST = _four_halves(*_LOW, *_REST), _four_halves(*_HIGH, *_REST)
 
 
+# A `return` under a compile-time `if` does not end a function for Triton: each branch needs its `else`.
+
+
 @triton.jit
 def shifted_codes(codes, dtype: tl.constexpr, BITS: tl.constexpr):
     """Codes of 8 bits; in float16 with BIAS added. BITS: float16 numbers may be made of bits."""
     if dtype != tl.float16:
-        return codes.to(dtype)
-    if not BITS:
-        return codes.to(tl.float16) + BIAS
-    return tl.inline_asm_elementwise(OF_BYTES, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+        numbers = codes.to(dtype)
+    elif BITS:
+        numbers = tl.inline_asm_elementwise(OF_BYTES, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+    else:
+        numbers = codes.to(tl.float16) + BIAS
+    return numbers
 
 
 @triton.jit
 def exact_codes(codes, dtype: tl.constexpr, BITS: tl.constexpr):
     """Codes of 8 bits."""
-    if dtype != tl.float16 or not BITS:
-        return codes.to(dtype)
-    return shifted_codes(codes, dtype, BITS) - BIAS
+    if dtype == tl.float16 and BITS:
+        numbers = shifted_codes(codes, dtype, BITS) - BIAS
+    else:
+        numbers = codes.to(dtype)
+    return numbers
 
 
 @triton.jit
 def exact_nibbles(pairs, HIGH: tl.constexpr, dtype: tl.constexpr, BITS: tl.constexpr):
     """The codes in the low or the high nibbles of bytes."""
-    if dtype != tl.float16 or not BITS:
-        return ((pairs if HIGH else pairs << 4) >> 4).to(dtype)
-    asm: tl.constexpr = OF_HIGH if HIGH else OF_LOW
-    return tl.inline_asm_elementwise(asm, "=r,=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=4) - NIBBLE_BIAS
+    if dtype == tl.float16 and BITS:
+        asm: tl.constexpr = OF_HIGH if HIGH else OF_LOW
+        numbers = tl.inline_asm_elementwise(asm, "=r,=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=4)
+        numbers -= NIBBLE_BIAS
+    else:
+        numbers = ((pairs if HIGH else pairs << 4) >> 4).to(dtype)
+    return numbers
 
 
 @triton.jit
 def exact_six(pairs, rests, HIGH: tl.constexpr, SHIFT: tl.constexpr, dtype: tl.constexpr, BITS: tl.constexpr):
     """Codes of 6 bits: the upper 4 are nibbles of `pairs`, the lower 2 are SHIFT bits up in the bytes of `rests`."""
-    if dtype != tl.float16 or not BITS:
-        return (((pairs if HIGH else pairs << 4) >> 4 << 2) | ((rests >> SHIFT) & 3)).to(dtype)
-    asm: tl.constexpr = OF_HIGH_AND_REST if HIGH else OF_LOW_AND_REST
-    words = [pairs, tl.full([1, 1], SHIFT, tl.int8), rests]
-    return tl.inline_asm_elementwise(asm, "=r,=r,r,r,r", words, dtype=tl.float16, is_pure=True, pack=4) - SIX_BIAS
+    if dtype == tl.float16 and BITS:
+        asm: tl.constexpr = OF_HIGH_AND_REST if HIGH else OF_LOW_AND_REST
+        words = [pairs, tl.full([1, 1], SHIFT, tl.int8), rests]
+        numbers = tl.inline_asm_elementwise(asm, "=r,=r,r,r,r", words, dtype=tl.float16, is_pure=True, pack=4)
+        numbers -= SIX_BIAS
+    else:
+        numbers = (((pairs if HIGH else pairs << 4) >> 4 << 2) | ((rests >> SHIFT) & 3)).to(dtype)
+    return numbers
