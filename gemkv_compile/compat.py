@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,6 +28,23 @@ def same_addresses(tensors: list[Any], addresses: list[int]) -> bool:
     if _compare_addresses is None:
         return [tensor.data_ptr() for tensor in tensors] == addresses
     return bool(_compare_addresses(tensors, addresses, list(range(len(addresses)))))
+
+
+def end_failed_capture(device: torch.device, pool: Any) -> None:
+    """Undo what a CUDA graph capture that failed leaves behind, which PyTorch does only for one that succeeded.
+
+    The allocator may still give memory of the capture's pool, and the default generator of random numbers may still
+    believe that it is captured, and refuse every later call. Its seed and offset stay.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+    generator = torch.cuda.default_generators[device.index]
+    offset = generator.get_offset()
+    try:
+        torch.rand(1, device=device)
+        generator.set_offset(offset)
+    except RuntimeError:
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 def autocast_off() -> Any:

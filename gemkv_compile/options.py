@@ -28,16 +28,14 @@ class Options:
         group_size: Tokens that share a scale and zero-point.
         strict: Raise StrictError when an attention of a graph is kept.
         cuda_graphs: Replay decode steps as CUDA graphs, where the graph is proven to be the same at every length of its
-            caches and these are on a GPU; the report says what was captured. Elsewhere it changes nothing. Off by
-            default: it has been tested with a stand-in on a CPU only so far.
+            caches and these are on a GPU; the report says what was captured. Elsewhere it changes nothing.
         inner: Compiler of the rewritten graph: "auto" (Inductor on a GPU, the graph as it is on a CPU), "inductor",
             "eager", the name of another torch.compile backend, or a backend function.
         split_layers: Compile the layers of a graph one by one, equal ones once, when Inductor compiles it: a shorter
             first call, and no fusion across layers. Graphs that need gradients are compiled as a whole.
-        prefill: Who attends to a prompt that nothing is stored before and that has no padding: "triton" (this package's
-            kernel, the default until the others have been seen to run from here on a GPU), "auto" (the fastest by
-            times known for this GPU, of the engines that are installed and do it exactly), "fa3", "fa2" or "cudnn"
-            where they do it exactly. The report says which was taken, and why.
+        prefill: Who attends to a prompt that nothing is stored before and that has no padding: "auto" (the fastest by
+            times known for this GPU, of the engines that are installed and do it exactly), "triton" (this package's
+            kernel), "fa3", "fa2" or "cudnn" where they do it exactly. The report says which was taken, and why.
         drop: Policy that gives pages of cached tokens back early, see `gemkv_compile.drop`; later attention does not
             see them. Pages of layers without a window are then one group by default. None: nothing is dropped.
         pool_bytes: Most bytes that one page pool may reserve. None: no limit.
@@ -51,10 +49,10 @@ class Options:
     page_size: int | None = None
     group_size: int = 64
     strict: bool = False
-    cuda_graphs: bool = False
+    cuda_graphs: bool = True
     inner: str | Callable[..., Any] = "auto"
     split_layers: bool = False
-    prefill: str = OWN
+    prefill: str = "auto"
     drop: Policy | None = None
     pool_bytes: int | None = None
     shadow: int = 0

@@ -61,14 +61,14 @@ def test_attention_fits_a_device_and_copies_ahead(arch, head_dim, kv_format, tmp
     absent = [name for name in attend.attend_split.arg_names if name.startswith(("padding", "mask"))]
     constants = sizes(layout) | dict.fromkeys(absent) | {"GROUPS": GROUPS, "TILE": tile, "q_dim": 1}
     constants |= {"HAS_CAP": False, "HAS_WINDOW": False, "D_PADDED": head_dim, "GROUPS_PADDED": 8}
-    constants |= {"HALVES": True, "BITS": True}
+    constants |= {"HALVES": True, "BITS": True, "EARLY": arch >= 90}
     constants |= {
         f"{name}_PADDED": launch.part_padded(head_dim, parts) for name, parts in (("HALF", 2), ("QUARTER", 4))
     }
     pointers = {"q": "*bf16", "page_table": "*i64", "seq_lens": "*i32", "starts": "*i32", "tail": "*bf16"}
     pointers |= {"sums": "*fp32", "peaks": "*fp32"}
     stages = launch.stages(launch.step_bytes(tile, head_dim, layout.k_bits + layout.v_bits), SHARED[arch])
-    options = {"num_warps": launch.num_warps(head_dim), "num_stages": stages}
+    options = {"num_warps": launch.num_warps(head_dim, layout.k_bits), "num_stages": stages}
     kernel = compiled(attend.attend_split, pointers, ("scale", "softcap"), constants, arch, **options)
     assert kernel.metadata.shared <= SHARED[arch]
     assert spilled_bytes(kernel.asm["ptx"], arch, tmp_path) == 0

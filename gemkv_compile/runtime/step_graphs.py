@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from gemkv_compile.compat import same_addresses
+from gemkv_compile.compat import end_failed_capture, same_addresses
 from gemkv_compile.plan import AlignedPadding, Argument, CallPlan, SizeTensor, State
 from gemkv_compile.runtime.handle import PagedKVTensor
 from gemkv_compile.runtime.padding import copy_padding, padding_columns
@@ -29,9 +30,17 @@ class Recording:
 
     def __init__(self, function: Callable[[], Sequence[Any]], device: torch.device) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        pool, mode = _memory_pool(device), "thread_local"
-        with torch.cuda.device(device), torch.cuda.graph(self._graph, pool=pool, capture_error_mode=mode):
-            self._results = function()
+        others = _recordings(device)
+        # One pool for all recordings: they run one after another, and their results are copied at once. A pool ends
+        # with the last graph that has it, and its name is of no use then.
+        pool = next((other._graph.pool() for other in others), None) or torch.cuda.graph_pool_handle()
+        try:
+            with torch.cuda.device(device), torch.cuda.graph(self._graph, pool, capture_error_mode="thread_local"):
+                self._results = function()
+        except BaseException:
+            end_failed_capture(device, pool)
+            raise
+        others.add(self)
 
     def replay(self) -> Sequence[Any]:
         """Do the work, on the memory that it was recorded with; returns the results, which the next one overwrites."""
@@ -40,9 +49,8 @@ class Recording:
 
 
 @functools.cache
-def _memory_pool(device: torch.device) -> Any:
-    """One pool for all recordings: they run one after another, and their results are copied at once."""
-    return torch.cuda.graph_pool_handle()
+def _recordings(device: torch.device) -> weakref.WeakSet[Recording]:
+    return weakref.WeakSet()
 
 
 @functools.cache

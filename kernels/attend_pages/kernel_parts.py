@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -67,10 +68,9 @@ def normalise(query, unit):
 
 
 @triton.jit
-def multiply_keys(codes, query, scale, zero):
-    """Products [GROUP, query heads] of codes [GROUP, channels] and queries [channels, query heads], of one dtype."""
-    product = exact_dot(codes, query * scale.to(query.dtype)[:, None])
-    return product + tl.sum(query.to(tl.float32) * zero.to(tl.float32)[:, None], 0)[None, :]
+def scaled(codes, scale, zero):
+    """Numbers of codes, of one dtype: one rounding."""
+    return codes * scale.to(codes.dtype) + zero.to(codes.dtype)
 
 
 @triton.jit
@@ -112,9 +112,11 @@ def finish_scores(product, seen, position, length, member, mask, mask_token, mas
 @triton.jit
 def combine_splits(
     sums, peaks, sinks, sink_head, out, out_batch, out_head, lse, splits,
-    D: tl.constexpr, D_PADDED: tl.constexpr, SPLITS_PADDED: tl.constexpr,
+    D: tl.constexpr, D_PADDED: tl.constexpr, SPLITS_PADDED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Add the shares of one query head, each on the scale of its own peak."""
+    """Add the shares of one query head, each on the scale of its own peak. EARLY: launched while they are made."""
+    if EARLY:
+        gdc_wait()
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(0)
     split, dim = tl.arange(0, SPLITS_PADDED), tl.arange(0, D_PADDED)

@@ -1,11 +1,12 @@
 """The decode kernel: one program's share of a sequence's keys and values.
 
-With k = code * scale + zero per channel of a group, q . k = (q * scale) . code + q . zero, so codes go to the tensor
-cores as they are, and the same holds for the values; scales per token go into the weights. 4-bit codes come two in a
-byte: low and high nibbles are two tiles, the two halves of the channels (`kernels.layout`), with a product each; keys
-of 6 bits are four tiles, the quarters of the channels.
-Models of 16 bits multiply codes in float16 whatever their dtype is (`kernel_codes`): queries are brought to numbers
-below 1 for it, which float16 holds with 3 more bits than bfloat16, and weights lie below 256.
+Codes become numbers in registers, code * scale + zero, and go to the tensor cores from there; scales per token go into
+the weights. Scales that a product needs as its operand are copied ahead with the codes; what is added to a product
+later would be waited for in each step, which costs more than the multiplication saves. 4-bit codes come two in a byte:
+low and high nibbles are two tiles, the two halves of the channels (`kernels.layout`), with a product each; keys of 6
+bits are four tiles, the quarters of the channels.
+Models of 16 bits multiply in float16 whatever their dtype is (`kernel_codes`): it holds keys and values with 3 more
+bits than bfloat16, queries are brought to numbers below 1 for it, and weights lie below 256.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,13 +15,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from gemkv_compile.kernels.attend_pages.kernel_codes import (
-    BIAS,
     exact_codes,
     exact_nibbles,
     exact_six,
-    shifted_codes,
 )
 from gemkv_compile.kernels.attend_pages.kernel_parts import (
     HEADROOM,
@@ -32,9 +32,9 @@ from gemkv_compile.kernels.attend_pages.kernel_parts import (
     load_columns,
     load_plane,
     load_rows,
-    multiply_keys,
     normalise,
     power_above,
+    scaled,
 )
 
 
@@ -49,11 +49,15 @@ def attend_split(
     K_BYTES: tl.constexpr, V_BYTES: tl.constexpr, GROUP_BYTES: tl.constexpr, QUANTISED: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, D_PADDED: tl.constexpr, HALF_PADDED: tl.constexpr,
     QUARTER_PADDED: tl.constexpr, GROUPS_PADDED: tl.constexpr, HALVES: tl.constexpr, BITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One share of one K/V head's keys: sums [D, query heads], the largest score and the sum of weights of each.
 
-    HALVES: the model's numbers have 16 bits; BITS: float16 numbers may be made of bits.
+    HALVES: the model's numbers have 16 bits; BITS: float16 numbers may be made of bits; EARLY: the kernel that adds the
+    shares may be launched now, and waits.
     """
+    if EARLY:
+        gdc_launch_dependents()
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     splits = tl.num_programs(0)
     # Keys and values of 4 bits are tiles of half the channels; the other half is HALF further on. Keys of 6: quarters.
@@ -111,7 +115,7 @@ def attend_split(
     end = tl.minimum(begin + share, last)
 
     peak = tl.full([GROUPS_PADDED], LOWEST, tl.float32)
-    total = tl.zeros([GROUPS_PADDED], tl.float32)
+    totals = tl.zeros([TILE, GROUPS_PADDED], tl.float32)
     weighted = tl.zeros([V_PADDED, GROUPS_PADDED], tl.float32)
     if V_BITS == 4:
         weighted_high = tl.zeros([V_PADDED, GROUPS_PADDED], tl.float32)
@@ -141,37 +145,40 @@ def attend_split(
             if K_BITS == 6:
                 others = load_rows(block, QUARTER, tl.int8, token, k_dim, K_DIM, K_BITS * D // 8, K_PADDED)
                 rests = load_rows(block, HALF, tl.int8, token, k_dim, K_DIM, K_BITS * D // 8, K_PADDED)
-                product = multiply_keys(exact_six(keys, rests, False, 0, NUMBER, BITS), query, k_scale, k_zero)
-                product += multiply_keys(
-                    exact_six(keys, rests, True, 4, NUMBER, BITS), query_high, scale_high, zero_high
-                )
+                codes = exact_six(keys, rests, False, 0, NUMBER, BITS)
+                product = exact_dot(scaled(codes, k_scale[None, :], k_zero[None, :]), query)
+                codes = exact_six(keys, rests, True, 4, NUMBER, BITS)
+                product += exact_dot(scaled(codes, scale_high[None, :], zero_high[None, :]), query_high)
                 k_scale = load_plane(block, SCALES + 2 * QUARTER, k_dim, K_DIM, K_PADDED)
                 k_zero = load_plane(block, SCALES + 2 * (D + QUARTER), k_dim, K_DIM, K_PADDED)
-                product += multiply_keys(
-                    exact_six(others, rests, False, 2, NUMBER, BITS), query_second, k_scale, k_zero
-                )
+                codes = exact_six(others, rests, False, 2, NUMBER, BITS)
+                product += exact_dot(scaled(codes, k_scale[None, :], k_zero[None, :]), query_second)
                 k_scale = load_plane(block, SCALES + 6 * QUARTER, k_dim, K_DIM, K_PADDED)
                 k_zero = load_plane(block, SCALES + 2 * (D + 3 * QUARTER), k_dim, K_DIM, K_PADDED)
-                product += multiply_keys(exact_six(others, rests, True, 6, NUMBER, BITS), query_fourth, k_scale, k_zero)
+                codes = exact_six(others, rests, True, 6, NUMBER, BITS)
+                product += exact_dot(scaled(codes, k_scale[None, :], k_zero[None, :]), query_fourth)
             elif K_BITS == 4:
-                product = multiply_keys(exact_nibbles(keys, False, NUMBER, BITS), query, k_scale, k_zero)
-                product += multiply_keys(exact_nibbles(keys, True, NUMBER, BITS), query_high, scale_high, zero_high)
+                codes = exact_nibbles(keys, False, NUMBER, BITS)
+                product = exact_dot(scaled(codes, k_scale[None, :], k_zero[None, :]), query)
+                codes = exact_nibbles(keys, True, NUMBER, BITS)
+                product += exact_dot(scaled(codes, scale_high[None, :], zero_high[None, :]), query_high)
             else:
-                product = multiply_keys(exact_codes(keys, NUMBER, BITS), query, k_scale, k_zero)
+                codes = exact_codes(keys, NUMBER, BITS)
+                product = exact_dot(scaled(codes, k_scale[None, :], k_zero[None, :]), query)
             # Groups that nobody sees may hold NaN, and a weight of 0 does not silence one.
-            alive = tl.max(seen.to(tl.int32), 0) != 0
-            v_scale = tl.where(alive, load_plane(block, SCALES + 4 * D, v_dim, V_DIM, V_PADDED).to(tl.float32), 0.0)
+            if padding is None:
+                alive = exists
+            else:
+                alive = tl.max(seen.to(tl.int32), 0) != 0
+            v_scale = tl.where(alive, load_plane(block, SCALES + 4 * D, v_dim, V_DIM, V_PADDED), 0.0)
             if V_BITS == 4:
-                v_scale_high = load_plane(block, SCALES + 5 * D, v_dim, V_DIM, V_PADDED).to(tl.float32)
+                v_scale_high = load_plane(block, SCALES + 5 * D, v_dim, V_DIM, V_PADDED)
                 v_scale_high = tl.where(alive, v_scale_high, 0.0)
                 norms = tl.where(alive, load_plane(block, SCALES + 6 * D, token, GROUP, GROUP).to(tl.float32), 0.0)
                 norms_high = load_plane(block, SCALES + 6 * D + 2 * GROUP, token, GROUP, GROUP).to(tl.float32)
                 norms_high = tl.where(alive, norms_high, 0.0)
             else:
-                v_zero = load_plane(block, SCALES + 6 * D, v_dim, V_DIM, V_PADDED).to(tl.float32)
-                v_zero = tl.where(alive, v_zero, 0.0)
-                if HALVES:
-                    v_zero -= BIAS * v_scale
+                v_zero = tl.where(alive, load_plane(block, SCALES + 6 * D, v_dim, V_DIM, V_PADDED), 0.0)
         else:
             keys = load_rows(block, 0, NUMBER, token, k_dim, D, D, D_PADDED)
             values = load_columns(block, K_BYTES, NUMBER, token, v_dim, D, D_PADDED, GROUP)
@@ -182,22 +189,18 @@ def attend_split(
         new_peak = tl.maximum(peak, tl.max(scores, 0) - HEADROOM)
         decay = tl.exp2(peak - new_peak)
         exact_weights = tl.exp2(scores - new_peak[None, :])
-        weights = exact_weights.to(NUMBER)
-        sum_of_weights = tl.sum(weights.to(tl.float32), 0)  # of the weights as they are multiplied
-        total = total * decay + sum_of_weights
+        totals = totals * decay[None, :] + exact_weights
         weighted = weighted * decay[None, :]
         if V_BITS == 4:
-            part = exact_dot(exact_nibbles(values, False, NUMBER, BITS), (exact_weights * norms[:, None]).to(NUMBER))
-            weighted += part * v_scale[:, None]
-            part = exact_dot(
-                exact_nibbles(values, True, NUMBER, BITS), (exact_weights * norms_high[:, None]).to(NUMBER)
-            )
-            weighted_high = weighted_high * decay[None, :] + part * v_scale_high[:, None]
-        elif QUANTISED:
-            part = exact_dot(shifted_codes(values, NUMBER, BITS), weights)
-            weighted += part * v_scale[:, None] + v_zero[:, None] * sum_of_weights[None, :]
+            codes = exact_nibbles(values, False, NUMBER, BITS) * v_scale.to(NUMBER)[:, None]
+            weighted += exact_dot(codes, (exact_weights * norms[:, None]).to(NUMBER))
+            codes = exact_nibbles(values, True, NUMBER, BITS) * v_scale_high.to(NUMBER)[:, None]
+            weighted_high = weighted_high * decay[None, :]
+            weighted_high += exact_dot(codes, (exact_weights * norms_high[:, None]).to(NUMBER))
         else:
-            weighted += exact_dot(values, weights)
+            if QUANTISED:
+                values = scaled(exact_codes(values, NUMBER, BITS), v_scale[:, None], v_zero[:, None])
+            weighted += exact_dot(values, exact_weights.to(NUMBER))
         peak = new_peak
         # A column further with each page. One step past the last group, its own column is as good as any.
         is_next = ((step + 1) % (GROUPS_PER_PAGE * (GROUP // TILE)) == 0) & (step + 1 < end * (GROUP // TILE))
@@ -235,7 +238,7 @@ def attend_split(
         new_peak = tl.maximum(peak, tl.max(scores, 0) - HEADROOM)
         decay = tl.exp2(peak - new_peak)
         weights = tl.exp2(scores - new_peak[None, :])
-        total = total * decay + tl.sum(weights, 0)
+        totals = totals * decay[None, :] + weights
         rows += HEADS * TAIL_ROWS * D + v_dim[None, :]
         shown, weights = (v_dim[None, :] < V_DIM) & seen[:, None], weights.to(exact.dtype)
         values = tl.load(rows, mask=shown, other=0.0)
@@ -252,4 +255,8 @@ def attend_split(
     if V_BITS == 4:
         tl.store(sums + HALF, weighted_high, mask=inside)
     tl.store(peaks + place, peak, mask=member < GROUPS)
-    tl.store(peaks + tl.num_programs(2).to(tl.int64) * HEADS * GROUPS * splits + place, total, mask=member < GROUPS)
+    tl.store(
+        peaks + tl.num_programs(2).to(tl.int64) * HEADS * GROUPS * splits + place,
+        tl.sum(totals, 0),
+        mask=member < GROUPS,
+    )

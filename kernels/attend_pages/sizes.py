@@ -6,7 +6,9 @@ import torch
 
 from gemkv_compile.errors import InvalidOption
 
-PROGRAMS_PER_SM = 16  # measured on an H200
+# Measured on an H200: many sequences and heads want waves of programs that level each other out; few want no more
+# partial results than one wave leaves.
+PROGRAMS_PER_SM, PROGRAMS_PER_SM_OF_FEW, FEW_ROWS = 12, 4, 32
 MAX_SPLITS = 128
 SMALL_BUFFERS = 12 * 1024  # shared memory for queries and weights
 
@@ -23,7 +25,8 @@ def num_splits(rows: int, groups: int, multiprocessors: int) -> int:
         rows: Sequences times K/V heads.
         groups: 64-token groups that the page table has room for.
     """
-    wanted = -(-PROGRAMS_PER_SM * multiprocessors // rows)
+    programs = PROGRAMS_PER_SM_OF_FEW if rows <= FEW_ROWS else PROGRAMS_PER_SM
+    wanted = -(-programs * multiprocessors // rows)
     return max(1, min(wanted, groups, MAX_SPLITS))
 
 
@@ -49,9 +52,14 @@ def step_bytes(tile: int, head_dim: int, bits: int) -> int:
     return tile * padded(head_dim) * bits // 8
 
 
-def num_warps(head_dim: int) -> int:
-    """Warps of a program."""
-    return 2 if head_dim <= 256 else 4
+def num_warps(head_dim: int, k_bits: int) -> int:
+    """Warps of a program: as few as hold its numbers in registers; keys of 6 bits take more of those."""
+    return 4 if head_dim > (128 if k_bits == 6 else 256) else 2
+
+
+def overlaps_launches(device: torch.device) -> bool:
+    """Whether a kernel may be launched before the one it depends on has ended, and wait for it on the device."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def stages(step_bytes: int, shared_bytes: int) -> int:

@@ -42,7 +42,9 @@ class StaticModel(nn.Module):
         self.register_buffer("causal_mask", torch.ones(places, places, dtype=torch.bool).tril(), persistent=False)
 
     def forward(self, ids, input_pos):
-        places = torch.arange(ids.shape[1]) + input_pos if isinstance(input_pos, int) else input_pos
+        places = input_pos
+        if isinstance(input_pos, int):
+            places = torch.arange(ids.shape[1], device=ids.device) + input_pos
         mask = self.causal_mask[None, None, places]
         x = self.embed(ids) + self.position(places)
         for layer, norm in zip(self.layers, self.norms, strict=True):
@@ -89,7 +91,7 @@ def static_greedy(model, ids, steps, start=0, by_int=False):
     """Greedy decoding from place `start` on; tokens [batch, steps]."""
     tokens = []
     for _ in range(steps):
-        places = start if by_int else torch.arange(start, start + ids.shape[1])
+        places = start if by_int else torch.arange(start, start + ids.shape[1], device=ids.device)
         start += ids.shape[1]
         ids = model(ids, places)[:, -1:].argmax(-1)
         tokens.append(ids)
