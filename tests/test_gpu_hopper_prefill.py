@@ -1,9 +1,10 @@
 """The Hopper prefill kernel on a Hopper GPU, against float64 and beside PyTorch's own attention in the same dtype.
 
 A fault in the protocol of its barriers would hang, and a kernel cannot be stopped but with its process. So these tests
-run in a process of their own, which ends when one takes two minutes; GEMKV_HOPPER_TESTS=1 runs them in this one.
+run in processes of their own, and one that takes two minutes ends its process; GEMKV_HOPPER_TESTS=1 runs them in this.
 """
 
+import importlib.util
 import math
 import os
 import signal
@@ -44,6 +45,7 @@ def impatient(request):
 @pytest.mark.skipif(APART, reason="this is the process of their own")
 def test_in_a_process_of_their_own():
     command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", str(Path(__file__).resolve())]
+    command += ["-n", "4"] if importlib.util.find_spec("xdist") else []
     environment = os.environ | {"GEMKV_HOPPER_TESTS": "1", "PYTHONSAFEPATH": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
