@@ -97,12 +97,12 @@ def test_scales_of_two_models_in_one_process():
     ids = prompt(1, 10)
     for scalar in (16, 64, 100):
         model = build("gemma3", query_pre_attn_scalar=scalar)
-        expected = generate(model, ids, 20).sequences
-        out = generate(gemkv_compile.compile(model, kv_format="model", strict=True), ids, 20)
+        expected = generate(model, ids, 5).sequences
+        out = generate(gemkv_compile.compile(model, kv_format="model", strict=True), ids, 5)
         assert torch.equal(out.sequences, expected)
     for layer in model.model.layers:
         layer.self_attn.scaling = 0.7
     changed = build("gemma3", query_pre_attn_scalar=100)
     for layer in changed.model.layers:
         layer.self_attn.scaling = 0.7
-    assert torch.equal(generate(model, ids, 20).sequences, generate(changed, ids, 20).sequences)
+    assert torch.equal(generate(model, ids, 5).sequences, generate(changed, ids, 5).sequences)

@@ -67,7 +67,7 @@ def attends_to_nothing(monkeypatch):
     monkeypatch.setattr(ops, "implementation", implementation)
 
 
-@pytest.mark.parametrize("tokens, most", tiers([(32768, 0.56)], [(8192, 0.60)]))
+@pytest.mark.parametrize("tokens, most", tiers([(8192, 0.60)], [(32768, 0.56)]))
 def test_worst_of_256_consecutive_positions(tokens, most, attends_to_nothing):
     model = gemkv_compile.compile(gemma3_270m_shaped(), kv_format="int8", strict=True)
     cache = filled(model.config, tokens - 1)

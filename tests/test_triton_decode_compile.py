@@ -11,7 +11,7 @@ from triton.compiler import ASTSource
 from gemkv_compile.kernels.append_kv import kernel as append
 from gemkv_compile.kernels.attend_pages import kernel as attend
 from gemkv_compile.kernels.attend_pages import sizes as launch
-from gemkv_compile.kernels.layout import PageLayout
+from gemkv_compile.kernels.layout import KV_FORMATS, PageLayout
 
 HEADS, GROUPS = 4, 2
 SOME = [(86, 256, "int8"), (86, 512, "int8"), (90, 128, "int8"), (90, 512, "int8"), (100, 256, "int8")]
@@ -53,27 +53,44 @@ def test_in_a_process_that_compiles(tmp_path):
     interpreted.run_compiled(__file__, tmp_path)
 
 
-@pytest.mark.skipif(interpreted.ON, reason="kernels are interpreted here")
-@pytest.mark.parametrize("arch, head_dim, kv_format", SOME)
-def test_attention_fits_a_device_and_copies_ahead(arch, head_dim, kv_format, tmp_path):
-    layout = PageLayout(HEADS, head_dim, 256, 64, kv_format, torch.bfloat16)
-    tile = launch.tile_tokens(head_dim, 2, 64)
+def attention(arch, head_dim, kv_format, dtype):
+    """The decode kernel as it is launched on a device, and its pipeline stages."""
+    layout = PageLayout(HEADS, head_dim, 256, 64, kv_format, dtype)
+    tile = launch.tile_tokens(head_dim, dtype.itemsize, 64)
     absent = [name for name in attend.attend_split.arg_names if name.startswith(("padding", "mask"))]
     constants = sizes(layout) | dict.fromkeys(absent) | {"GROUPS": GROUPS, "TILE": tile, "q_dim": 1}
     constants |= {"HAS_CAP": False, "HAS_WINDOW": False, "D_PADDED": head_dim, "GROUPS_PADDED": 8}
-    constants |= {"HALVES": True, "BITS": True, "EARLY": arch >= 90}
+    constants |= {"HALVES": dtype.itemsize == 2, "BITS": True}
     constants |= {
         f"{name}_PADDED": launch.part_padded(head_dim, parts) for name, parts in (("HALF", 2), ("QUARTER", 4))
     }
-    pointers = {"q": "*bf16", "page_table": "*i64", "seq_lens": "*i32", "starts": "*i32", "tail": "*bf16"}
+    number = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
+    pointers = {"q": number, "page_table": "*i64", "seq_lens": "*i32", "starts": "*i32", "tail": number}
     pointers |= {"sums": "*fp32", "peaks": "*fp32"}
     stages = launch.stages(launch.step_bytes(tile, head_dim, layout.k_bits + layout.v_bits), SHARED[arch])
     options = {"num_warps": launch.num_warps(head_dim, layout.k_bits), "num_stages": stages}
-    kernel = compiled(attend.attend_split, pointers, ("scale", "softcap"), constants, arch, **options)
+    return compiled(attend.attend_split, pointers, ("scale", "softcap"), constants, arch, **options), stages
+
+
+@pytest.mark.skipif(interpreted.ON, reason="kernels are interpreted here")
+@pytest.mark.parametrize("arch, head_dim, kv_format", SOME)
+def test_attention_fits_a_device_and_copies_ahead(arch, head_dim, kv_format, tmp_path):
+    kernel, stages = attention(arch, head_dim, kv_format, torch.bfloat16)
     assert kernel.metadata.shared <= SHARED[arch]
     assert spilled_bytes(kernel.asm["ptx"], arch, tmp_path) == 0
-    copies = [x for x in kernel.asm["ttgir"].splitlines() if "async_copy_global_to_local" in x and "ptr<i8>" in x]
-    assert stages >= 2 and copies and all("contiguity = 16" in line for line in copies)
+    copies = [x for x in kernel.asm["ttgir"].splitlines() if "async_copy_global_to_local" in x]
+    codes = [line for line in copies if "ptr<i8>" in line]
+    assert stages >= 2 and codes and all("contiguity = 16" in line for line in codes)
+    if kv_format == "int8":  # nothing in the loop is waited for but the address of the step after next
+        loop = kernel.asm["ttgir"].split("scf.for", 1)[1].split("scf.yield")[0]
+        assert loop.count("tt.load") == 1 and "async_copy" in loop
+
+
+@pytest.mark.skipif(interpreted.ON, reason="kernels are interpreted here")
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_attention_compiles_for_models_of_other_dtypes(kv_format):
+    for dtype in (torch.float16, torch.float32):
+        assert attention(90, 64, kv_format, dtype)[0].metadata.shared <= SHARED[90]
 
 
 @pytest.mark.parametrize("shared", sorted(set(SHARED.values())))

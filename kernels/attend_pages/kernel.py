@@ -14,7 +14,6 @@ from gemkv_compile.kernels.attend_pages.sizes import (
     device_limits,
     num_splits,
     num_warps,
-    overlaps_launches,
     padded,
     part_padded,
     stages,
@@ -54,7 +53,6 @@ def attend_pages_triton(
     tile = tile_tokens(dim, q.element_size(), layout.group_size)
     sums = torch.empty((batch, num_q_heads, splits, dim), dtype=torch.float32, device=q.device)
     peaks = torch.empty((2, batch, num_q_heads, splits), dtype=torch.float32, device=q.device)
-    early = overlaps_launches(q.device)
     view = None if mask is None else mask.expand(batch, num_q_heads, 1, mask.shape[3])
     with torch.cuda.device_of(q):
         attend_split[(splits, heads, batch)](
@@ -69,12 +67,11 @@ def attend_pages_triton(
             V_BYTES=layout.v_bytes, GROUP_BYTES=layout.group_bytes, QUANTISED=layout.is_quantised,
             HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, D_PADDED=padded(dim),
             HALF_PADDED=part_padded(dim, 2), QUARTER_PADDED=part_padded(dim, 4), GROUPS_PADDED=max(8, padded(groups)),
-            HALVES=q.element_size() == 2, BITS=q.is_cuda, EARLY=early, num_warps=num_warps(dim, layout.k_bits),
+            HALVES=q.element_size() == 2, BITS=q.is_cuda, num_warps=num_warps(dim, layout.k_bits),
             num_stages=stages(step_bytes(tile, dim, layout.k_bits + layout.v_bits), shared_bytes),
         )  # fmt: skip
         combine_splits[(num_q_heads, batch)](
             sums, peaks, sinks, 0 if sinks is None else sinks.stride(0), out, out.stride(0), out.stride(1), lse, splits,
-            D=dim, D_PADDED=padded(dim), SPLITS_PADDED=padded(splits), EARLY=early, num_warps=4,
-            **({"launch_pdl": True} if early else {}),
+            D=dim, D_PADDED=padded(dim), SPLITS_PADDED=padded(splits), num_warps=4,
         )  # fmt: skip
     return out, lse

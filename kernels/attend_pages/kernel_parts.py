@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -112,11 +111,9 @@ def finish_scores(product, seen, position, length, member, mask, mask_token, mas
 @triton.jit
 def combine_splits(
     sums, peaks, sinks, sink_head, out, out_batch, out_head, lse, splits,
-    D: tl.constexpr, D_PADDED: tl.constexpr, SPLITS_PADDED: tl.constexpr, EARLY: tl.constexpr,
+    D: tl.constexpr, D_PADDED: tl.constexpr, SPLITS_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Add the shares of one query head, each on the scale of its own peak. EARLY: launched while they are made."""
-    if EARLY:
-        gdc_wait()
+    """Add the shares of one query head, each on the scale of its own peak."""
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(0)
     split, dim = tl.arange(0, SPLITS_PADDED), tl.arange(0, D_PADDED)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from gemkv_compile.kernels.attend_pages.kernel_codes import (
     exact_codes,
@@ -49,15 +48,11 @@ def attend_split(
     K_BYTES: tl.constexpr, V_BYTES: tl.constexpr, GROUP_BYTES: tl.constexpr, QUANTISED: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, D_PADDED: tl.constexpr, HALF_PADDED: tl.constexpr,
     QUARTER_PADDED: tl.constexpr, GROUPS_PADDED: tl.constexpr, HALVES: tl.constexpr, BITS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One share of one K/V head's keys: sums [D, query heads], the largest score and the sum of weights of each.
 
-    HALVES: the model's numbers have 16 bits; BITS: float16 numbers may be made of bits; EARLY: the kernel that adds the
-    shares may be launched now, and waits.
+    HALVES: the model's numbers have 16 bits; BITS: float16 numbers may be made of bits.
     """
-    if EARLY:
-        gdc_launch_dependents()
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     splits = tl.num_programs(0)
     # Keys and values of 4 bits are tiles of half the channels; the other half is HALF further on. Keys of 6: quarters.

@@ -8,7 +8,7 @@ from gemkv_compile.errors import InvalidOption
 
 # Measured on an H200: many sequences and heads want waves of programs that level each other out; few want no more
 # partial results than one wave leaves.
-PROGRAMS_PER_SM, PROGRAMS_PER_SM_OF_FEW, FEW_ROWS = 12, 4, 32
+PROGRAMS_PER_SM, PROGRAMS_PER_SM_OF_FEW, FEW_ROWS = 12, 4, 8
 MAX_SPLITS = 128
 SMALL_BUFFERS = 12 * 1024  # shared memory for queries and weights
 
@@ -55,11 +55,6 @@ def step_bytes(tile: int, head_dim: int, bits: int) -> int:
 def num_warps(head_dim: int, k_bits: int) -> int:
     """Warps of a program: as few as hold its numbers in registers; keys of 6 bits take more of those."""
     return 4 if head_dim > (128 if k_bits == 6 else 256) else 2
-
-
-def overlaps_launches(device: torch.device) -> bool:
-    """Whether a kernel may be launched before the one it depends on has ended, and wait for it on the device."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def stages(step_bytes: int, shared_bytes: int) -> int:
