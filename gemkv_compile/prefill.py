@@ -22,6 +22,7 @@ from gemkv_compile.report_parts import EngineChoice
 
 log = logging.getLogger(__name__)
 STORED = "tokens may be stored before its own"
+UNLESS = "; triton where the padding mask hides a token"
 LONGEST = 1 << 20  # tokens of the longest bucket that a report looks at
 WORTH_TIMING = 1 << 10  # tokens of the shortest prompt that engines are timed for
 MOST_TIMED = 1 << 15
@@ -90,7 +91,8 @@ def _by_length(rewrite: Rewrite, read: Read, option: str) -> Iterator[EngineChoi
     for choice, same in groupby(chosen, key=lambda pair: pair[1]):
         first, *_, last = [bucket for bucket, _ in same] * 2
         shortest, longest = (None if first == 1 else first), (None if last == LONGEST else 2 * last - 1)
-        yield EngineChoice((), choice.engine, shortest, longest, choice.why)
+        but = UNLESS if read.padding is not None and choice.engine != OWN else ""
+        yield EngineChoice((), choice.engine, shortest, longest, choice.why + but)
 
 
 def _traced_tokens(read: Read) -> int:

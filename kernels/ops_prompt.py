@@ -14,7 +14,7 @@ from gemkv_compile.compat import autocast_off
 from gemkv_compile.errors import ShapeMismatch
 from gemkv_compile.kernels.dispatch import implementation
 from gemkv_compile.kernels.results import empty_results
-from gemkv_compile.kernels.validate import check_keys, check_queries, check_scores, check_state
+from gemkv_compile.kernels.validate import check_keys, check_masks, check_queries, check_scores, check_state
 
 
 @torch.library.custom_op("gemkv::attend_prompt", mutates_args=())
@@ -27,6 +27,7 @@ def attend_prompt(
     seq_lens: Tensor,
     starts: Tensor,
     tail: Tensor,
+    padding: Tensor | None,
     scale: float,
     softcap: float | None,
     causal: bool,
@@ -42,9 +43,10 @@ def attend_prompt(
         q: Queries, [B, Hq, N, D], model dtype, any strides.
         k, v: Keys and values of the same N tokens, [B, Hkv, N, D], in model precision.
         stored: The most tokens that are stored for a sequence, int64 [] on the host: nothing waits for the device.
-        causal, window: As in `attend_chunk`.
+        padding, causal, window: As in `attend_chunk`.
         engine: The option `prefill`; which engine it means is chosen by the prompt's class and length. Where tokens
-            are stored it is this package's kernel.
+            are stored or padding hides some it is this package's kernel; what a mask hides is asked of the device,
+            once for each mask, where another engine would be taken.
     Returns:
         out [B, Hq, N, D] in q's dtype, the heads of a token side by side in memory.
     Raises:
@@ -56,21 +58,23 @@ def attend_prompt(
     from gemkv_compile.kernels.engines.calling import call_engine
     from gemkv_compile.kernels.engines.choice import choose
     from gemkv_compile.kernels.engines.engine import OWN, Prompt
+    from gemkv_compile.kernels.engines.padding import hides_nothing
 
     if stored.device.type != "cpu":
         raise ShapeMismatch(f"stored must be on the host, got a tensor on {stored.device}. Pass the table's length.")
     layout = check_state(page_table, seq_lens, tail, page_size, kv_format)
     check_keys(k, v, tail)
     check_queries(q, k.shape[2], tail, starts, None)
+    check_masks(q, padding, None)
     check_scores(softcap, window)
     tokens = q.shape[2]
     prompt = Prompt(q.dtype, q.shape[3], q.shape[1] // k.shape[1], causal, window, softcap)
     with autocast_off():
         is_alone = q.numel() > 0 and stored.item() == 0
         name = choose(engine, prompt, tokens, q.device).engine if is_alone else OWN
-        if name != OWN:
+        if name != OWN and hides_nothing(padding, tokens):
             return call_engine(name, q, k, v, scale, prompt.at(tokens))
-        rules = None, None, None, scale, softcap, causal, window
+        rules = padding, None, None, scale, softcap, causal, window
         own = implementation("attend_chunk", q.device)
         out: Tensor = own(q, k, v, page_table, seq_lens, starts, tail, *rules, layout)[0]
         return out

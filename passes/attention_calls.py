@@ -48,7 +48,8 @@ def attention_call(
         arguments = (asked, *device, *masks, *scores, read.window, *format_args)
     elif takes_engine(rewrite, read, prefill):
         target = torch.ops.gemkv.attend_prompt.default
-        arguments = (*rows, state["stored"], *device, *scores, read.causal, read.window, prefill.option, *format_args)
+        rules = read.causal, read.window, prefill.option
+        arguments = (*rows, state["stored"], *device, masks[0], *scores, *rules, *format_args)
     else:
         target = torch.ops.gemkv.attend_chunk.default
         arguments = (*rows, *device, *masks, *scores, read.causal, read.window, *format_args)

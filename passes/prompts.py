@@ -35,8 +35,6 @@ def why_no_prompt(rewrite: Rewrite, read: Read) -> str:
         return "gradients may be asked for"
     if read.dense_mask is not None:
         return "its mask is used densely"
-    if read.padding is not None:
-        return "its mask has padding"
     if attention.sinks is not None:
         return "it has sinks"
     if not same_size(value_of(attention.query).shape[2], value_of(rewrite.cache.new_keys).shape[rewrite.cache.seq_dim]):

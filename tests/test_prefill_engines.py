@@ -28,6 +28,7 @@ from gemkv_compile.kernels.engines import calling, cudnn, fa2, fa3, registry, ti
 from gemkv_compile.kernels.engines.choice import choose, forget_choices
 from gemkv_compile.kernels.engines.engine import OWN, Place, Prompt, token_rows
 from gemkv_compile.kernels.engines.measure import measure
+from gemkv_compile.kernels.engines.padding import hides_nothing
 
 one_thread = cases.one_thread
 CPU = torch.device("cpu")
@@ -145,23 +146,30 @@ def test_an_old_flash_attention_is_not_used(monkeypatch):
     assert fa2.missing() is None
 
 
-def prompt_args(cache, q, k, v, engine, softcap=None, causal=True, window=None):
+def prompt_args(cache, q, k, v, engine, softcap=None, causal=True, window=None, padding=None):
     state = cache.seq_lens.max().long(), cache.page_table, cache.seq_lens, cache.starts, cache.tail
-    return q, k, v, *state, 0.25, softcap, causal, window, engine, *cache.format_args
+    return q, k, v, *state, padding, 0.25, softcap, causal, window, engine, *cache.format_args
 
 
 @pytest.mark.parametrize("engine, lengths", [("fake", ()), (OWN, ()), ("fake", (70, 3))])
+@pytest.mark.parametrize("hidden", [None, 0, 2])
 @pytest.mark.parametrize("rules", [dict(), dict(window=5), dict(causal=False), dict(window=50)], ids=str)
-def test_the_operator(fake, engine, lengths, rules):
+def test_the_operator(fake, engine, lengths, rules, hidden):
     """Like dense attention in float64, whoever computes; where tokens are stored our kernel does. opcheck."""
     cache = cases.PagedCache(2, 2, 16, 64, 32, "model").fill(lengths)
     cache.tail.nan_to_num_(0.0)
     q, k, v = (cases.strided(cases.normal(2, heads, 9, 16, seed=i)) for i, heads in enumerate((4, 2, 2)))
+    if hidden is not None:
+        stored = torch.zeros(2, 1) + cache.seq_lens[:, None]
+        column = torch.arange(int(cache.seq_lens.max()) + 9)
+        rules = rules | {"padding": (column < stored) | (column >= stored + hidden)}
     args = prompt_args(cache, q, k, v, engine, **rules)
     out = ops_prompt.attend_prompt(*args)
     expected, _ = cases.dense_attention(cache, q, k, v, scale=0.25, **rules)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-    assert out.transpose(1, 2).is_contiguous() and len(fake.prompts) == (engine == "fake" and not lengths)
+    assert out.transpose(1, 2).is_contiguous() and len(fake.prompts) == (
+        engine == "fake" and not lengths and not hidden
+    )
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(ops_prompt.attend_prompt, args, test_utils=checks)
     schema = str(torch.ops.gemkv.attend_prompt.default._schema)
@@ -290,15 +298,49 @@ def test_which_attentions_are_prompts(fake, function, reason):
     assert site.operator == ("attend_chunk" if reason and function is not continued else "attend_prompt")
 
 
-def test_padding_is_our_kernels(fake):
-    mask = torch.tensor([[True, True, True], [False, True, True]])
+@pytest.mark.parametrize("hidden", [True, False])
+def test_where_padding_hides_tokens_it_is_our_kernel(fake, hidden):
+    mask = torch.tensor([[True, True, True], [not hidden, True, True]])
     compiled = gemkv_compile.compile(padded, kv_format="model", strict=True, prefill="fake")
     with torch.no_grad():
         out = compiled(*inputs()[:3], mask)[0]
     expected = padded(*inputs()[:3], mask)[0]
     torch.testing.assert_close(out[:, :, 1:], expected[:, :, 1:], rtol=1e-5, atol=1e-5)
     (choice,) = gemkv_compile.report_of(compiled).graphs[0].engines
-    assert (choice.engine, choice.why) == (OWN, "its mask has padding") and fake.prompts == []
+    assert (choice.engine, choice.why) == ("fake", "asked for; triton where the padding mask hides a token")
+    assert fake.prompts == ([] if hidden else [3])
+
+
+def test_what_padding_hides_is_asked_once_a_mask():
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[0, 7:] = False
+    assert hides_nothing(None, 9) and hides_nothing(mask, 7) and not hides_nothing(mask, 8)
+    assert not hides_nothing(mask, 10)  # shorter than the prompt
+    assert hides_nothing(mask, 7)
+    mask[1, 0] = False  # seen, because a tensor counts its changes
+    assert not hides_nothing(mask, 7)
+    with torch.inference_mode():
+        assert hides_nothing(torch.ones(1, 4, dtype=torch.bool), 4)
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_a_mask_of_ones_is_asked_about_by_the_first_layer(fake, inner, monkeypatch):
+    """`generate` gives a mask with every prompt: one question for all layers, and the engine does the prompt."""
+    asked, real = [], torch.Tensor.all
+    monkeypatch.setattr(torch.Tensor, "all", lambda x, *rest: asked.append(x.shape) or real(x, *rest))
+    model, ids = build("llama"), prompt(2, 20)
+    options = {"max_new_tokens": 3, "do_sample": False}
+    with torch.no_grad():
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        gemkv_compile.compile(model, kv_format="model", strict=True, prefill="fake", inner=inner)
+        asked.clear()
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        padded_mask = torch.ones_like(ids)
+        padded_mask[0, :3] = 0
+        layers = len(fake.prompts)
+        assert layers == model.config.num_hidden_layers and len([shape for shape in asked if shape == (2, 20)]) == 1
+        model.generate(ids, attention_mask=padded_mask, **options)
+    assert torch.equal(out, expected) and len(fake.prompts) == layers
 
 
 def test_a_past_of_no_rows_is_none(fake):
