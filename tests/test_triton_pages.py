@@ -122,11 +122,11 @@ def test_many_splits(device):
 
 
 def test_split_count_is_bounded():
-    assert num_splits(1, 1000, 132) == MAX_SPLITS
-    assert num_splits(8, 1000, 132) == 66
-    assert num_splits(512, 1000, 132) == 4
-    assert num_splits(10_000, 1000, 132) == 1
-    assert num_splits(1, 0, 132) == 1
+    assert num_splits(1, 1000, 132, 128) == MAX_SPLITS
+    assert (num_splits(8, 1000, 132, 128), num_splits(8, 1000, 132, 256)) == (66, MAX_SPLITS)
+    assert num_splits(512, 1000, 132, 128) == 4
+    assert num_splits(10_000, 1000, 132, 128) == 1
+    assert num_splits(1, 0, 132, 128) == 1
 
 
 @devices

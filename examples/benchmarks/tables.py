@@ -31,13 +31,16 @@ def kv_memory(result: dict[str, Any]) -> str:
 def decode_kernel(result: dict[str, Any]) -> str:
     """Microseconds of one decode step's attention over all tokens, by shape."""
     lines = [
-        "| batch | query, K/V heads | head size | tokens | FA2 | cuDNN | FA3 | int8 | speedup | GB/s | append |",
-        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| batch | query, K/V heads | head size | tokens | FA2 | cuDNN | FA3 | int8 | k8v4 | k6v4 | int4 | speedup "
+        "| GB/s | of a read |",
+        "|" + "---:|" * 14,
     ]
     unit = "graph_us" if all("int8_graph_us" in row for row in result["rows"]) else "us"
     for row in result["rows"]:
         times = " | ".join(f"{row[key]:.0f}" if (key := f"{name}_{unit}") in row else "-" for name in COLUMNS)
-        rate = f"{row['speedup']:.2f} | {row['int8_gb_per_s']:.0f} | {row['append_us']:.1f}"
+        rate = (
+            f"{row['speedup']:.2f} | {row['int8_gb_per_s']:.0f} | {row['int8_gb_per_s'] / row['stream_gb_per_s']:.2f}"
+        )
         lines.append(f"| {_shape(row)} | {times} | {rate} |")
     return "\n".join(lines)
 
@@ -49,8 +52,8 @@ def prefill_kernel(result: dict[str, Any]) -> str:
     names = {"fa2": "FA2", "cudnn": "cuDNN", "flex": "Flex", "fa3": "FA3"}
     heads = [*names.values(), *(head for name in ours.values() for head in (name, "of FA3"))]
     lines = [
-        f"| batch | query, K/V heads | head size | tokens | window | {' | '.join(heads)} |",
-        "|" + "---:|" * (5 + len(heads)),
+        f"| batch | query, K/V heads | head size | tokens | window | {' | '.join(heads)} | commit |",
+        "|" + "---:|" * (6 + len(heads)),
     ]
     for row in result["rows"]:
         rates = {name: row.get(f"{name}_tflops") for name in (*names, *ours)}
@@ -59,7 +62,8 @@ def prefill_kernel(result: dict[str, Any]) -> str:
             known = rates[name] is not None and rates["fa3"] is not None
             cells.append("-" if rates[name] is None else f"{rates[name]:.0f}")
             cells.append(f"{rates[name] / rates['fa3']:.2f}" if known else "-")
-        lines.append(f"| {_shape(row)} | {row['window'] or '-'} | {' | '.join(cells)} |")
+        run = row.get("run", result["about"])  # of a row that an earlier run measured
+        lines.append(f"| {_shape(row)} | {row['window'] or '-'} | {' | '.join(cells)} | {run['commit']} |")
     return "\n".join(lines)
 
 
@@ -220,7 +224,7 @@ def _interval(estimate: dict[str, float], show: Callable[[float], str]) -> str:
     return f"{show(estimate['value'])} [{show(estimate['low'])}, {show(estimate['high'])}]"
 
 
-COLUMNS = ("fa2", "cudnn", "fa3", "int8")
+COLUMNS = ("fa2", "cudnn", "fa3", "int8", "k8v4", "k6v4", "int4")
 TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str, str]] = {  # how, unit, where
     "kv_memory": (kv_memory, "MB", "README.md"),
     "end_to_end": (end_to_end, "medians", "README.md"),

@@ -49,7 +49,7 @@ def attend_pages_triton(
         return out, lse
     groups = num_q_heads // heads
     multiprocessors, shared_bytes = device_limits(q.device)
-    splits = num_splits(batch * heads, page_table.shape[1] * layout.groups_per_page, multiprocessors)
+    splits = num_splits(batch * heads, page_table.shape[1] * layout.groups_per_page, multiprocessors, dim)
     tile = tile_tokens(dim, q.element_size(), layout.group_size)
     sums = torch.empty((batch, num_q_heads, splits, dim), dtype=torch.float32, device=q.device)
     peaks = torch.empty((2, batch, num_q_heads, splits), dtype=torch.float32, device=q.device)

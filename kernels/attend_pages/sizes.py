@@ -6,9 +6,10 @@ import torch
 
 from gemkv_compile.errors import InvalidOption
 
-# Measured on an H200: many sequences and heads want waves of programs that level each other out; few want no more
-# partial results than one wave leaves.
-PROGRAMS_PER_SM, PROGRAMS_PER_SM_OF_FEW, FEW_ROWS = 12, 4, 8
+# Measured on an H200: many sequences and heads want waves of programs that level each other out; few of them, where all
+# programs are there at once, want no more partial results than that.
+PROGRAMS_PER_SM, PROGRAMS_PER_SM_OF_FEW = 12, 4
+FEW_ROWS, FEW_HEAD_DIM = 8, 128
 MAX_SPLITS = 128
 SMALL_BUFFERS = 12 * 1024  # shared memory for queries and weights
 
@@ -18,14 +19,15 @@ def padded(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
-def num_splits(rows: int, groups: int, multiprocessors: int) -> int:
+def num_splits(rows: int, groups: int, multiprocessors: int, head_dim: int) -> int:
     """Programs that share the keys of one sequence and head.
 
     Args:
         rows: Sequences times K/V heads.
         groups: 64-token groups that the page table has room for.
     """
-    programs = PROGRAMS_PER_SM_OF_FEW if rows <= FEW_ROWS else PROGRAMS_PER_SM
+    few = rows <= FEW_ROWS and head_dim <= FEW_HEAD_DIM
+    programs = PROGRAMS_PER_SM_OF_FEW if few else PROGRAMS_PER_SM
     wanted = -(-programs * multiprocessors // rows)
     return max(1, min(wanted, groups, MAX_SPLITS))
 
