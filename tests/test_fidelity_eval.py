@@ -14,7 +14,7 @@ from gemkv_compile.cli.main import main
 from gemkv_compile.errors import GemkvError, InvalidOption
 from gemkv_compile.fidelity import metrics, needle, text
 from gemkv_compile.fidelity.attention import runs
-from gemkv_compile.fidelity.decode_path import DecodePath
+from gemkv_compile.fidelity.decode_path import DecodePath, dense_cache, peer_cache
 from gemkv_compile.fidelity.formats import REFERENCE_FORMAT, TESTED, Format, formats_of_run, noise_floor
 from gemkv_compile.fidelity.measure import measure_needles, measure_text
 from gemkv_compile.fidelity.parallel_path import ParallelPath
@@ -172,6 +172,37 @@ def test_formats_are_the_product_s(name, k_bits, v_bits):
 def test_formats_of_a_run_have_names():
     with pytest.raises(InvalidOption, match="--formats takes int8, k8v4, k6v4, int4, model, got 'int3'"):
         formats_of_run(["int3"], torch.float32)
+
+
+def test_peers_of_a_run():
+    forms = formats_of_run(["int8"], torch.float32, peers=["quanto4", "hqq8"])
+    assert [form.name for form in forms[2:]] == ["int8", "quanto4", "hqq8"] and forms[-1].peer == ("hqq", 8)
+    with pytest.raises(InvalidOption, match="--peers takes quanto4, quanto2, hqq8, hqq4, got 'quanto3'"):
+        formats_of_run([], torch.float32, peers=["quanto3"])
+    with pytest.raises(GemkvError, match="token by token: use --path decode"):
+        ParallelPath(build("llama"), forms)
+
+
+def test_a_peer_runs_over_its_own_cache(monkeypatch):
+    """Transformers' QuantizedCache, for which a cache stands here that keeps rows as signs, so that it is seen."""
+    made, rows = [], Format("signs", 1, torch.sign)
+    peers = formats_of_run([], torch.float32, peers=["quanto4"])
+
+    def quantized(backend, config, nbits):
+        made.append((backend, nbits))
+        return dense_cache(config, rows)
+
+    monkeypatch.setattr("transformers.QuantizedCache", quantized)
+    model, ids = build("llama"), prompt(1, 20)
+    found = logits_of(DecodePath(model, peers), ids, 8)
+    expected = logits_of(DecodePath(model, (*peers[:2], rows)), ids, 8)["signs"]
+    assert made == [("quanto", 4)] and torch.equal(found["quanto4"], expected)
+    assert (found["quanto4"] - found["reference"]).abs().max() > 1e-4
+
+
+def test_a_peer_that_does_not_work_here_says_why():
+    with pytest.raises(GemkvError, match=r"quanto cache of 4 bits cannot be measured here: .*layer"):
+        peer_cache(build("gemma3").config, "quanto", 4)
 
 
 def test_windows():

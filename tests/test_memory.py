@@ -91,7 +91,7 @@ def test_memory_returns_when_the_cache_dies():
     before = sum(pool.in_use for pool in kv_memory(()).pools)
     with torch.no_grad():
         out = model.generate(
-            prompt(1, 700), max_new_tokens=24, num_beams=4, do_sample=False, return_dict_in_generate=True
+            prompt(1, 700), max_new_tokens=12, num_beams=4, do_sample=False, return_dict_in_generate=True
         )
         cache = out.past_key_values
         forks = [copy.deepcopy(cache) for _ in range(2)]

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from attention_cases import causal, grown, inputs
 from fake_engine import fake_engine
+from tiers import tiers
 from tiny_models import build, prompt, tuple_model
 
 import gemkv_compile
@@ -323,7 +324,7 @@ def test_what_padding_hides_is_asked_once_a_mask():
         assert hides_nothing(torch.ones(1, 4, dtype=torch.bool), 4)
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", tiers(["eager"], [("inductor",)]))
 def test_a_mask_of_ones_is_asked_about_by_the_first_layer(fake, inner, monkeypatch):
     """`generate` gives a mask with every prompt: one question for all layers, and the engine does the prompt."""
     asked, real = [], torch.Tensor.all

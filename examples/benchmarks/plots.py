@@ -102,10 +102,23 @@ def fidelity() -> Any:
     return figure
 
 
+def quantised_peers() -> Any:
+    """Divergence by the bits of a number: this package's formats and Transformers' quantised caches."""
+    figure, axes = plt.subplots(figsize=(7, 3.2))
+    for row in rows_of("quantised_peers"):
+        kl, ours = row["kl"], not row["format"].startswith(("quanto", "hqq", "bfloat16"))
+        reach = [[kl["value"] - kl["low"]], [kl["high"] - kl["value"]]]
+        axes.errorbar(row["bits"], kl["value"], reach, fmt="o", color=OURS if ours else OTHERS[0], capsize=2)
+        axes.annotate(row["format"], (row["bits"], kl["value"]), xytext=(5, 4), textcoords="offset points", fontsize=8)
+    axes.set(yscale="log", xlabel="bits of a number, scales included", ylabel="KL, nat a token")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
 def main() -> None:
     PLOTS.mkdir(exist_ok=True)
     plt.rcParams["svg.hashsalt"] = "gemkv"  # equal results give equal files
-    for draw in (end_to_end, decode_kernel, prefill_kernel, fidelity):
+    for draw in (end_to_end, decode_kernel, prefill_kernel, fidelity, quantised_peers):
         figure = draw()
         figure.tight_layout(rect=(0, 0.08 if figure.legends else 0, 1, 1))
         figure.savefig(PLOTS / f"{draw.__name__}.svg", metadata={"Date": None})

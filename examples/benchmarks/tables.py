@@ -142,6 +142,22 @@ def int8_forms(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def quantised_peers(result: dict[str, Any]) -> str:
+    """Bits of a number and what they change in text, by format and peer, most bits first."""
+    lines = [
+        "| cache | bits | tokens | perplexity, % | KL, 1e-6 nat | new top-1, % |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in sorted(result["rows"], key=lambda row: -row["bits"]):
+        cells = [_interval(row["ratio"], lambda x: f"{100 * (x - 1):+.2f}")]
+        cells += [
+            _interval(row["kl"], lambda x: f"{1e6 * x:.0f}"),
+            _interval(row["differs"], lambda x: f"{100 * x:.2f}"),
+        ]
+        lines.append(f"| {row['format']} | {row['bits']:.2f} | {row['tokens']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def drop_policies(result: dict[str, Any]) -> str:
     """What a policy's drop changes in text, and needles, by policy."""
     lines = [

@@ -26,7 +26,7 @@ def evaluate(console: Console, arguments: argparse.Namespace) -> int:
     if arguments.plots:
         pyplot()  # not after an hour
     dtype = getattr(torch, arguments.dtype)
-    formats = formats_of_run(arguments.formats, dtype, arguments.drop, arguments.keep)
+    formats = formats_of_run(arguments.formats, dtype, arguments.drop, arguments.keep, arguments.peers)
     with console.status(f"loading {arguments.model}"):
         model, tokenizer, title = named_model(arguments.model, dtype)
         model = model.to(_device(arguments.device))

@@ -33,6 +33,12 @@ def add_eval(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--keep", type=float, default=0.7, metavar="SHARE", help="share of a prompt's pages that policies keep (0.7)"
     )
+    parser.add_argument(
+        "--peers",
+        type=_names,
+        default=[],
+        help="Transformers' quantised caches beside them: quanto4, quanto2, hqq8, hqq4; --path decode",
+    )
     _add_amounts(parser)
     parser.add_argument("--needles", type=int, default=8, help="needles at each depth and length (default 8; 0: none)")
     parser.add_argument("--lengths", type=_counts, default=[512, 1024, 2048], help="contexts of needles, in tokens")

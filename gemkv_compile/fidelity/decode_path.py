@@ -1,7 +1,8 @@
 """The decode path itself: a prompt in one call, then every token in a call of its own, through the compiled model.
 
-The reference and the noise floor run eagerly over dense caches; the formats under test run through
-torch.compile(backend="gemkv") over pages. All go in step, so that no logits have to be kept.
+The reference and the noise floor run eagerly over dense caches, peers eagerly over Transformers' quantised caches; the
+formats under test run through torch.compile(backend="gemkv") over pages. All go in step, so that no logits have to be
+kept.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gemkv_compile.errors import GemkvError
 from gemkv_compile.fidelity.attention import attention_named
 from gemkv_compile.fidelity.formats import Format
 
@@ -27,6 +29,7 @@ class DecodePath:
         formats: What to run; formats of the product run compiled.
     Raises (when called):
         StrictError: the backend keeps an attention of this model.
+        GemkvError: a peer's cache does not work with this model, or its library is not installed.
     """
 
     def __init__(self, model: Any, formats: Sequence[Format]) -> None:
@@ -37,7 +40,7 @@ class DecodePath:
     @torch.no_grad()
     def __call__(self, ids: Tensor, prompt: int) -> Iterator[tuple[int, Logits]]:
         """Yield (position, logits of the query there) for every decoded position of ids [batch, tokens]."""
-        caches = {form.name: dense_cache(self.model.config, form) for form in self.formats}
+        caches = {form.name: _cache_of(self.model.config, form) for form in self.formats}
         self._step(ids[:, :prompt], caches)
         for position in range(prompt, ids.shape[1]):
             yield position, self._step(ids[:, position : position + 1], caches)
@@ -61,6 +64,24 @@ def _written_out(model: Any) -> Callable[..., Any]:
             return model(*args, **kwargs)
 
     return call
+
+
+def _cache_of(config: Any, form: Format) -> Any:
+    return dense_cache(config, form) if form.peer is None else peer_cache(config, *form.peer)
+
+
+def peer_cache(config: Any, backend: str, bits: int) -> Any:
+    """Transformers' QuantizedCache for a model's configuration, as its own defaults make it.
+
+    Raises:
+        GemkvError: it does not work with this model, or its library is not installed.
+    """
+    from transformers import QuantizedCache
+
+    try:
+        return QuantizedCache(backend, config, nbits=bits)
+    except (ImportError, ValueError) as error:
+        raise GemkvError(f"Transformers' {backend} cache of {bits} bits cannot be measured here: {error}") from error
 
 
 def dense_cache(config: Any, form: Format) -> Any:

@@ -3,7 +3,8 @@
 Three kinds stand in every run. The reference keeps keys and values as the model computed them. The noise floor is
 what nobody calls a loss: in a float32 model, rows rounded to bfloat16 when they are cached, which is what every dense
 bfloat16 cache does; in a half-precision model, where those rows are the reference, the same attention written out,
-whose sums are rounded in another order. The formats under test are the product's.
+whose sums are rounded in another order. The formats under test are the product's. Beside them may stand peers:
+Transformers' own quantised caches.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Format:
         written_out: Attention is matmul, softmax, matmul instead of the fused operator.
         kv_format: The product's format that this is, or "" for one that the product does not have.
         drop: A policy that drops pages of the cache, or None.
+        peer: Backend and bits of Transformers' QuantizedCache that this is, or None; it does its own storing.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Format:
     written_out: bool = False
     kv_format: str = ""
     drop: Policy | None = None
+    peer: tuple[str, int] | None = None
 
     @property
     def stores(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
@@ -79,6 +82,11 @@ def paged(name: str) -> Format:
 
 # "model" keeps the others' groups, so that in the parallel path it runs through the same steps and must change nothing.
 TESTED = {"model": Format("model", GROUP, as_is, kv_format="model")} | {name: paged(name) for name in CODE_BITS}
+PEERS = {
+    f"{backend}{bits}": Format(f"{backend}{bits}", 1, as_is, peer=(backend, bits))
+    for backend, bits in (("quanto", 4), ("quanto", 2), ("hqq", 8), ("hqq", 4))
+}
+"""Transformers' quantised caches by the name of their backend and their bits, with Transformers' own settings."""
 REFERENCE_FORMAT = Format(REFERENCE, 1, as_is)
 
 
@@ -90,16 +98,23 @@ def noise_floor(dtype: torch.dtype) -> Format:
 
 
 def formats_of_run(
-    tested: Sequence[str], dtype: torch.dtype, drops: Sequence[str] = (), keep: float = 1.0
+    tested: Sequence[str],
+    dtype: torch.dtype,
+    drops: Sequence[str] = (),
+    keep: float = 1.0,
+    peers: Sequence[str] = (),
 ) -> tuple[Format, ...]:
-    """Reference, noise floor and the named formats, in this order.
+    """Reference, noise floor, the named formats and the named peers, in this order.
 
     Args:
         drops: Names of policies; each format is followed by what it is with each of them.
         keep: The share of a prompt's complete pages that they keep.
     Raises:
-        InvalidOption: a name is no format or policy of this version, or the share is out of range.
+        InvalidOption: a name is no format, policy or peer of this version, or the share is out of range.
     """
+    for name in peers:
+        if name not in PEERS:
+            raise InvalidOption(f"--peers takes {', '.join(PEERS)}, got {name!r}.")
     for name in tested:
         if name not in TESTED:
             raise InvalidOption(f"--formats takes {', '.join(KV_FORMATS)}, got {name!r}.")
@@ -107,4 +122,4 @@ def formats_of_run(
     forms: list[Format] = []
     for form in (TESTED[name] for name in dict.fromkeys(tested)):
         forms += [form, *(replace(form, name=f"{form.name}, {name}", drop=policy) for name, policy in policies)]
-    return REFERENCE_FORMAT, noise_floor(dtype), *forms
+    return REFERENCE_FORMAT, noise_floor(dtype), *forms, *(PEERS[name] for name in dict.fromkeys(peers))

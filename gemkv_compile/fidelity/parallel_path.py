@@ -27,13 +27,15 @@ class ParallelPath:
         model: A causal language model of Transformers, in eval mode.
         formats: What to run.
     Raises:
-        GemkvError: the model's logits are not those of its output embedding, or (when called) an attention cannot be
-            emulated.
+        GemkvError: the model's logits are not those of its output embedding, a format is a peer, or (when called) an
+            attention cannot be emulated.
     """
 
     def __init__(self, model: Any, formats: Sequence[Format]) -> None:
         self.model = model
         self.formats = tuple(formats)
+        if any(form.peer is not None for form in self.formats):
+            raise GemkvError("Peers store rows in their own way, token by token: use --path decode.")
         self._check_head()
 
     @torch.no_grad()
