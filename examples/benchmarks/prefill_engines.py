@@ -57,7 +57,12 @@ def shipped() -> dict[str, Any]:
             continue
         result = json.loads(path.read_text())
         about = result["about"]
-        source = f"{name}.py on {about['device']}, torch {about['torch']}, {about['date']}, commit {about['commit']}"
+        runs = {
+            json.dumps(run): run for run in (about, *(row["run"] for row in result["rows"] if "run" in row))
+        }.values()
+        source = "; ".join(
+            f"{name}.py on {run['device']}, torch {run['torch']}, {run['date']}, commit {run['commit']}" for run in runs
+        )
         gpu = table.setdefault(about["device"], {"about": source, "rows": []})
         rows = [_of_kernel_row(row) if "us" not in row else row for row in result["rows"]]
         new = [_key(row) for row in rows]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BIAS = tl.constexpr(1152.0)  # what `shifted_codes` adds: 1024, and 128 to make a code positive
+BIAS = tl.constexpr(1152.0)  # what OF_BYTES adds: 1024, and 128 to make a code positive
 NIBBLE_BIAS = tl.constexpr(1032.0)  # likewise, with 8
 SIX_BIAS = tl.constexpr(1056.0)  # and with 32
 
@@ -42,22 +42,11 @@ OF_LOW_AND_REST, OF_HIGH_AND_REST = _four_halves(*_LOW, *_REST), _four_halves(*_
 
 
 @triton.jit
-def shifted_codes(codes, dtype: tl.constexpr, BITS: tl.constexpr):
-    """Codes of 8 bits; in float16 with BIAS added. BITS: float16 numbers may be made of bits."""
-    if dtype != tl.float16:
-        numbers = codes.to(dtype)
-    elif BITS:
-        numbers = tl.inline_asm_elementwise(OF_BYTES, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
-    else:
-        numbers = codes.to(tl.float16) + BIAS
-    return numbers
-
-
-@triton.jit
 def exact_codes(codes, dtype: tl.constexpr, BITS: tl.constexpr):
-    """Codes of 8 bits."""
+    """Codes of 8 bits. BITS: float16 numbers may be made of bits."""
     if dtype == tl.float16 and BITS:
-        numbers = shifted_codes(codes, dtype, BITS) - BIAS
+        numbers = tl.inline_asm_elementwise(OF_BYTES, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+        numbers -= BIAS
     else:
         numbers = codes.to(dtype)
     return numbers

@@ -68,7 +68,7 @@ def normalise(query, unit):
 
 @triton.jit
 def scaled(codes, scale, zero):
-    """Numbers of codes, of one dtype: one rounding."""
+    """Numbers of codes, of one dtype; on a GPU a multiply-add, which rounds once."""
     return codes * scale.to(codes.dtype) + zero.to(codes.dtype)
 
 
