@@ -19,6 +19,9 @@ class Stream:
     def wait_stream(self, other):
         self.waited_for.append(other)
 
+    def __ne__(self, other):  # as torch's streams have it
+        return other is not None and self is not other
+
 
 class Memory:
     """Stands for an allocation: notes which streams use it."""
@@ -40,6 +43,15 @@ def test_another_stream_waits_and_the_same_one_does_not():
             pass
     assert (first.waited_for, second.waited_for) == ([second], [first])
     assert memory.streams == [first, second, first]
+
+
+def test_streams_of_torch_are_told_from_none():
+    """Both operators of torch.Stream say False beside None: the first stream was once never noted for it."""
+    stream = torch.Stream(device="cpu")
+    order = StreamOrder(CPU, current=lambda device: stream)
+    with order:
+        pass
+    assert order._last is stream
 
 
 def test_one_thread_at_a_time():

@@ -44,9 +44,12 @@ class StreamOrder:
     def follow(self) -> None:
         """Let the current stream wait for the last one, if that is another."""
         stream = self._current(self._device)
-        if stream is not None and stream != self._last:
-            if self._last is not None:
-                stream.wait_stream(self._last)
+        if stream is None:
+            return
+        last = self._last
+        if last is None or not stream == last:  # `!=` of two torch streams is False where one of them is None
+            if last is not None:
+                stream.wait_stream(last)
             for tensor in self._memory():
                 tensor.record_stream(stream)
             self._last = stream
