@@ -30,7 +30,11 @@ def said(model):
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 @pytest.mark.parametrize("family, attention", CELLS)
 def test_the_tokens_and_logits_of_no_graph(family, attention, inner):
-    """Two prompts past the window and past a group of 64; logits kept from every step (C5)."""
+    """Two prompts past the window and past a group of 64; logits kept from every step (C5).
+
+    A captured step adds up its shares of keys in another order. A row that lies between two int8 codes may then get
+    the other one, which moves a logit by a few 1e-4; another row's logits differ by more than 0.01.
+    """
     pytest.importorskip(f"transformers.models.{'gemma' if family == 'gemma1' else family}")
     model, plain = (compiled(family, attention, inner=inner, cuda_graphs=on) for on in (True, False))
     options = dict(return_dict_in_generate=True, output_logits=True)
@@ -38,7 +42,7 @@ def test_the_tokens_and_logits_of_no_graph(family, attention, inner):
         ours, theirs = (run(each, prompt(2, tokens), 80, **options) for each in (model, plain))
         assert torch.equal(ours.sequences, theirs.sequences)
         for one, other in zip(ours.logits, theirs.logits, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
     if family == "gemma3n" and inner == "eager":  # makes tensors on the CPU in each step, which Inductor folds
         assert any("cannot be captured: RuntimeError: Cannot copy between CPU and CUDA" in line for line in said(model))
         return

@@ -1,6 +1,6 @@
 """Attention of a prompt on a GPU, TFLOPS, beside FlashAttention-2, cuDNN, FlexAttention and FlashAttention-3 in bf16.
 
-    python prefill_kernel.py [--quick] [--sweep]
+    python prefill_kernel.py [--quick] [--sweep [--jobs 8]]
 
 Causal; ours is `attend_chunk` over an empty cache, by the plain kernel and, on a Hopper GPU, by the Hopper kernel
 (gemkv_hopper, with the launch of the plain one that finds no past). Operations are counted once for each pair of a
@@ -8,11 +8,14 @@ query and a key that it sees: 4 * head_dim. The error is the largest of the last
 largest number there. Medians; FlashAttention-3 if `fa3_fwd_interface` is installed.
 
 --sweep times the Hopper kernel alone, with every candidate of tiles, heads packed and not, and as many programs as
-there are multiprocessors or tiles, beside FlashAttention-3; best first, to results/prefill_sweep.json.
+there are multiprocessors or tiles, beside FlashAttention-3; best first, to results/prefill_sweep.json. With --jobs so
+many processes first compile all of them, untimed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import sys
 from typing import Any
 
@@ -66,6 +69,30 @@ def time_one(row: dict[str, Any], name: str, run: Any, exact: torch.Tensor, flop
         row[f"{name}_failed"] = f"{type(failure).__name__}: {failure}"[:120]
         return
     row[f"{name}_tflops"], row[f"{name}_error"] = flops / row[f"{name}_us"] / 1e6, error.item()
+
+
+def compile_one(shape: tuple[int, int, int, int, int, int | None], tiles: Any, pack: int) -> None:
+    """Run the Hopper kernel once, so that Triton's cache has it; what fails here fails again where it is timed."""
+    from gemkv_compile.kernels.attend_chunk import kernel_hopper as hopper
+
+    q, k, v = inputs(shape)
+    lengths = torch.zeros(shape[0], dtype=torch.int32, device="cuda")
+    with contextlib.suppress(Exception):
+        hopper.attend_chunk_hopper(q, k, v, lengths, lengths, shape[3] ** -0.5, None, True, shape[5], tiles, pack, None)
+
+
+def compile_all(shapes: list[tuple[int, int, int, int, int, int | None]], jobs: int) -> None:
+    """Compile every candidate for every shape, side by side."""
+    from gemkv_compile.kernels.attend_chunk import kernel_hopper as hopper
+
+    cases = [
+        (shape, tiles, pack)
+        for shape in shapes
+        for tiles in hopper.CANDIDATES.get(shape[3], ())
+        for pack in sorted({1, hopper.packed_heads(*shape[1:3])})
+    ]
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        pool.starmap(compile_one, cases, chunksize=1)
 
 
 def sweep(shape: tuple[int, int, int, int, int, int | None]) -> list[dict[str, Any]]:
@@ -166,7 +193,10 @@ def main() -> None:
         return
     rows: list[dict[str, Any]] = []
     if "--sweep" in sys.argv:
-        for shape in SHAPES[:1] + SHAPES[3:6] if "--quick" in sys.argv else SHAPES:
+        shapes = SHAPES[:1] + SHAPES[3:6] if "--quick" in sys.argv else SHAPES
+        if "--jobs" in sys.argv:
+            compile_all(shapes, int(sys.argv[sys.argv.index("--jobs") + 1]))
+        for shape in shapes:
             rows += (found := sweep(shape))
             for row in found:
                 print({key: round(x, 5) if isinstance(x, float) else x for key, x in row.items()}, flush=True)

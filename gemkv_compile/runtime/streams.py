@@ -47,7 +47,7 @@ class StreamOrder:
         if stream is None:
             return
         last = self._last
-        if last is None or not stream == last:  # `!=` of two torch streams is False where one of them is None
+        if last is None or stream != last:  # `!=` of torch's streams is False beside None
             if last is not None:
                 stream.wait_stream(last)
             for tensor in self._memory():

@@ -11,6 +11,7 @@ from torch import Tensor
 from gemkv_compile.kernels.attend_pages.kernel_parts import combine_splits
 from gemkv_compile.kernels.attend_pages.kernel_split import attend_split
 from gemkv_compile.kernels.attend_pages.sizes import (
+    combined_channels,
     device_limits,
     num_splits,
     num_warps,
@@ -70,8 +71,9 @@ def attend_pages_triton(
             HALVES=q.element_size() == 2, BITS=q.is_cuda, num_warps=num_warps(dim, layout.k_bits),
             num_stages=stages(step_bytes(tile, dim, layout.k_bits + layout.v_bits), shared_bytes),
         )  # fmt: skip
-        combine_splits[(num_q_heads, batch)](
+        block = combined_channels(batch * num_q_heads, dim, multiprocessors)
+        combine_splits[(num_q_heads, batch, -(-dim // block))](
             sums, peaks, sinks, 0 if sinks is None else sinks.stride(0), out, out.stride(0), out.stride(1), lse, splits,
-            D=dim, D_PADDED=padded(dim), SPLITS_PADDED=padded(splits), num_warps=4,
+            D=dim, BLOCK_D=block, SPLITS_PADDED=padded(splits), num_warps=4,
         )  # fmt: skip
     return out, lse

@@ -111,12 +111,12 @@ def finish_scores(product, seen, position, length, member, mask, mask_token, mas
 @triton.jit
 def combine_splits(
     sums, peaks, sinks, sink_head, out, out_batch, out_head, lse, splits,
-    D: tl.constexpr, D_PADDED: tl.constexpr, SPLITS_PADDED: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Add the shares of one query head, each on the scale of its own peak."""
-    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """Add the shares of BLOCK_D channels of one query head, each on the scale of its own peak."""
+    head, row, block = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     heads = tl.num_programs(0)
-    split, dim = tl.arange(0, SPLITS_PADDED), tl.arange(0, D_PADDED)
+    split, dim = tl.arange(0, SPLITS_PADDED), block * BLOCK_D + tl.arange(0, BLOCK_D)
     place = (row * heads + head) * splits + split
     peak = tl.load(peaks + place, mask=split < splits, other=LOWEST)
     total = tl.load(peaks + tl.num_programs(1).to(tl.int64) * heads * splits + place, mask=split < splits, other=0.0)
@@ -133,4 +133,5 @@ def combine_splits(
     shares = tl.load(sums + place[:, None] * D + dim[None, :], mask=inside, other=0.0)
     result = tl.sum(shares * factor[:, None], 0) / tl.where(whole > 0.0, whole, 1.0)
     tl.store(out + row * out_batch + head * out_head + dim, result.to(out.dtype.element_ty), mask=dim < D)
-    tl.store(lse + row * heads + head, tl.where(whole > 0.0, (highest + tl.log2(whole)) * LN_2, float("-inf")))
+    whole = tl.where(whole > 0.0, (highest + tl.log2(whole)) * LN_2, float("-inf"))
+    tl.store(lse + row * heads + head, whole, mask=block == 0)

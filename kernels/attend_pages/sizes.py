@@ -32,6 +32,18 @@ def num_splits(rows: int, groups: int, multiprocessors: int, head_dim: int) -> i
     return max(1, min(wanted, groups, MAX_SPLITS))
 
 
+def combined_channels(rows: int, head_dim: int, multiprocessors: int) -> int:
+    """Channels that a program of the second launch adds up: fewer where that leaves multiprocessors without work.
+
+    Args:
+        rows: Sequences times query heads.
+    """
+    channels = padded(head_dim)
+    while channels > 32 and rows * -(-head_dim // channels) < 2 * multiprocessors:
+        channels //= 2
+    return channels
+
+
 def tile_tokens(head_dim: int, element_bytes: int, group_size: int) -> int:
     """Tokens of a step: a whole group, or a part of it whose keys take 64 KB at most in the model's dtype.
 
@@ -55,8 +67,8 @@ def step_bytes(tile: int, head_dim: int, bits: int) -> int:
 
 
 def num_warps(head_dim: int, k_bits: int) -> int:
-    """Warps of a program: as few as hold its numbers in registers; keys of 6 bits take more of those."""
-    return 4 if head_dim > (128 if k_bits == 6 else 256) else 2
+    """Warps of a program: as few as hold its numbers in registers; keys of 6 bits, and of 16 or more, take more."""
+    return 4 if head_dim > (128 if k_bits == 6 or k_bits >= 16 else 256) else 2
 
 
 def stages(step_bytes: int, shared_bytes: int) -> int:
