@@ -45,8 +45,8 @@ def attend_prompt(
         stored: The most tokens that are stored for a sequence, int64 [] on the host: nothing waits for the device.
         padding, causal, window: As in `attend_chunk`.
         engine: The option `prefill`; which engine it means is chosen by the prompt's class and length. Where tokens
-            are stored or padding hides some it is this package's kernel; what a mask hides is asked of the device,
-            once for each mask, where another engine would be taken.
+            are stored or padding hides some it is this package's kernel. What a mask hides is asked of the device,
+            once for each mask, where an engine or a kernel that knows no masks would be taken.
     Returns:
         out [B, Hq, N, D] in q's dtype, the heads of a token side by side in memory.
     Raises:
@@ -55,6 +55,7 @@ def attend_prompt(
         ShapeMismatch: `stored` is not on the host.
         The errors of `attend_chunk`.
     """
+    from gemkv_compile.kernels.attend_chunk.variants import takes_hopper
     from gemkv_compile.kernels.engines.calling import call_engine
     from gemkv_compile.kernels.engines.choice import choose
     from gemkv_compile.kernels.engines.engine import OWN, Prompt
@@ -70,9 +71,11 @@ def attend_prompt(
     tokens = q.shape[2]
     prompt = Prompt(q.dtype, q.shape[3], q.shape[1] // k.shape[1], causal, window, softcap)
     with autocast_off():
-        is_alone = q.numel() > 0 and stored.item() == 0
-        name = choose(engine, prompt, tokens, q.device).engine if is_alone else OWN
-        if name != OWN and hides_nothing(padding, tokens):
+        before = int(stored.item())
+        name = choose(engine, prompt, tokens, q.device).engine if q.numel() and not before else OWN
+        if padding is not None and (name != OWN or takes_hopper("auto", q, k, v, None, None, scale)):
+            padding = None if hides_nothing(padding, before + tokens) else padding
+        if name != OWN and padding is None:
             return call_engine(name, q, k, v, scale, prompt.at(tokens))
         rules = padding, None, None, scale, softcap, causal, window
         own = implementation("attend_chunk", q.device)

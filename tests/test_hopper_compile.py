@@ -14,7 +14,7 @@ from gemkv_compile.kernels.attend_chunk import kernel_hopper as hopper
 
 # Bytes that a thread spills at most, where it does: by head size, place and rules.
 SPILLS = {(128, 3, "cwk"): 16, (128, 4, "cwk"): 16}
-SPILLS |= {(256, 2, "cwk"): 64, (256, 3, "c"): 40, (256, 3, "cwk"): 256}
+SPILLS |= {(256, 0, "c"): 40, (256, 0, "w"): 8, (256, 0, "cwk"): 256, (256, 2, "cwk"): 64}
 # Head size, place in the list of candidates, rules (causal, windowed, capped), packed heads, dtype.
 RULES = ("c", 4, torch.bfloat16), ("cwk", 2, torch.float16), ("w", 1, torch.bfloat16)
 EVERY = [
@@ -23,6 +23,7 @@ EVERY = [
     for place in range(len(candidates))
     for rules in RULES[: 3 if place == 0 else 2]
 ]
+EVERY += [(256, 1, "cw", 2, torch.bfloat16), (256, 1, "ck", 4, torch.bfloat16)]  # as `tiles_and_pack` has them
 SOME = [(128, 0, "c", 4, torch.bfloat16), (256, 0, "c", 4, torch.bfloat16)]
 EVERY = [case if case in SOME else pytest.param(*case, marks=pytest.mark.slow) for case in EVERY]
 

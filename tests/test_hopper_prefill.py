@@ -264,14 +264,15 @@ def test_only_queries_that_see_the_past_are_done_again(plugged, monkeypatch, q_l
 
 
 def test_which_variant_runs(plugged, monkeypatch):
-    """Off by default; with the switch, where it can; by name, or an error that says why not."""
+    """By default where it can; never with the switch; by name, or an error that says why not."""
     cache = cases.PagedCache(1, 1, 64, 64, 64, "int8", HALF)
     new = chunk(cache, 1, 70, 70)
     padding = torch.ones(1, 70, dtype=torch.bool)
     choose = lambda variant, padding=None: variants.takes_hopper(variant, *new, padding, None, 0.1)  # noqa: E731
-    assert not choose("auto") and not choose("plain") and choose("hopper")
-    monkeypatch.setenv("GEMKV_HOPPER_PREFILL", "1")
-    assert choose("auto") and not choose("plain") and not choose("auto", padding)
+    assert choose("auto") and not choose("plain") and not choose("auto", padding) and choose("hopper")
+    monkeypatch.setenv("GEMKV_HOPPER_PREFILL", "0")
+    assert not choose("auto") and choose("hopper")
+    monkeypatch.delenv("GEMKV_HOPPER_PREFILL")
     with pytest.raises(InvalidOption, match="no padding and no mask"):
         choose("hopper", padding)
     with pytest.raises(InvalidOption, match="auto, plain, hopper, got 'fast'"):
@@ -280,6 +281,24 @@ def test_which_variant_runs(plugged, monkeypatch):
     with pytest.raises(InvalidOption, match="8, 0"):
         choose("hopper")
     assert not choose("auto")
+
+
+@pytest.mark.parametrize(
+    "head_dim, q_len, window, softcap, place, pack",
+    [
+        (64, 128, None, None, 0, 1),
+        (128, 8192, None, None, 0, 1),
+        (128, 8192, 99, 30.0, 0, 1),
+        (128, 127, None, None, 1, 4),
+        (256, 8192, None, None, 0, 1),
+        (256, 8192, 1024, None, 1, 4),
+        (256, 8192, None, 50.0, 1, 4),
+        (256, 64, None, None, 1, 4),
+    ],
+)
+def test_which_tiles_are_used(head_dim, q_len, window, softcap, place, pack):
+    tiles = kernel_hopper.tiles_and_pack(head_dim, 8, 2, q_len, window, softcap)
+    assert tiles == (kernel_hopper.CANDIDATES[head_dim][place], pack)
 
 
 def test_capability_of_a_cpu():

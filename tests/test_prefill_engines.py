@@ -312,6 +312,29 @@ def test_where_padding_hides_tokens_it_is_our_kernel(fake, hidden):
     assert fake.prompts == ([] if hidden else [3])
 
 
+@pytest.mark.parametrize("stored", [(), (70, 3)])
+@pytest.mark.parametrize("hidden", [0, 2])
+def test_a_kernel_without_masks_may_run_where_padding_hides_nothing(stored, hidden, monkeypatch):
+    """Where the Hopper kernel would attend: our kernel gets no padding, unless some is hidden."""
+    given, real = [], ops_prompt.implementation
+
+    def spied(name, device):
+        return lambda *args: given.append(args[7]) or real(name, device)(*args)
+
+    monkeypatch.setattr(ops_prompt, "implementation", spied)
+    monkeypatch.setattr("gemkv_compile.kernels.attend_chunk.variants.takes_hopper", lambda *_: True)
+    cache = cases.PagedCache(2, 2, 16, 64, 32, "model").fill(stored)
+    cache.tail.nan_to_num_(0.0)
+    q, k, v = (cases.normal(2, heads, 9, 16, seed=i) for i, heads in enumerate((4, 2, 2)))
+    padding = torch.ones(2, int(cache.seq_lens.max()) + 9, dtype=torch.bool)
+    padding[1, :hidden] = False
+    out = ops_prompt.attend_prompt(*prompt_args(cache, q, k, v, OWN, padding=padding))
+    expected, _ = cases.dense_attention(cache, q, k, v, scale=0.25, padding=padding)
+    seen = padding[:, -9:, None].expand(2, 9, 16).unsqueeze(1)
+    torch.testing.assert_close(out.double() * seen, expected * seen, rtol=1e-5, atol=1e-5)
+    assert [x is None for x in given] == [not hidden]
+
+
 def test_what_padding_hides_is_asked_once_a_mask():
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[0, 7:] = False

@@ -68,7 +68,7 @@ def attention(arch, head_dim, kv_format, dtype):
     pointers = {"q": number, "page_table": "*i64", "seq_lens": "*i32", "starts": "*i32", "tail": number}
     pointers |= {"sums": "*fp32", "peaks": "*fp32"}
     stages = launch.stages(launch.step_bytes(tile, head_dim, layout.k_bits + layout.v_bits), SHARED[arch])
-    options = {"num_warps": launch.num_warps(head_dim, layout.k_bits), "num_stages": stages}
+    options = {"num_warps": launch.num_warps(head_dim, layout.k_bits, layout.v_bits), "num_stages": stages}
     return compiled(attend.attend_split, pointers, ("scale", "softcap"), constants, arch, **options), stages
 
 

@@ -1,6 +1,7 @@
 """The Triton decode attention against dense float64 attention: lengths, rules, holes, and memory nobody has written."""
 
 import math
+import types
 
 import paged_cases as cases
 import pytest
@@ -9,7 +10,7 @@ from tiers import tiers
 from triton_devices import DEVICES, FORMATS, close_enough, to_device
 
 from gemkv_compile.kernels.attend_pages.kernel import attend_pages_triton
-from gemkv_compile.kernels.attend_pages.sizes import MAX_SPLITS, num_splits
+from gemkv_compile.kernels.attend_pages.sizes import MAX_SPLITS, num_splits, programs_at_once
 from gemkv_compile.kernels.layout import KV_FORMATS
 
 LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 200)
@@ -121,12 +122,35 @@ def test_many_splits(device):
     check(cache, query(cache, 1), device, window=500)
 
 
+@pytest.mark.parametrize("at_once", [264, 528, 792, 1056])
+@pytest.mark.parametrize("rows", [1, 3, 8, 64, 100, 512, 800, 10_000])
+def test_programs_fill_their_waves(rows, at_once):
+    """No half-empty last wave, unless few rows or groups allow no more programs."""
+    splits = num_splits(rows, 1000, at_once)
+    assert 1 <= splits <= MAX_SPLITS and rows * splits <= max(rows, 8 * at_once + rows)
+    waves = -(-rows * splits // at_once)
+    assert rows * splits / (waves * at_once) > 0.85 or rows * MAX_SPLITS < at_once
+
+
 def test_split_count_is_bounded():
-    assert num_splits(1, 1000, 132, 128) == MAX_SPLITS
-    assert (num_splits(8, 1000, 132, 128), num_splits(8, 1000, 132, 256)) == (66, MAX_SPLITS)
-    assert num_splits(512, 1000, 132, 128) == 4
-    assert num_splits(10_000, 1000, 132, 128) == 1
-    assert num_splits(1, 0, 132, 128) == 1
+    assert num_splits(1, 1000, 792) == MAX_SPLITS
+    assert num_splits(64, 5, 792) == 5
+    assert num_splits(10_000, 1000, 792) == 1
+    assert num_splits(1, 0, 792) == 1
+
+
+def test_programs_at_once(monkeypatch):
+    """Registers, shared memory or threads are what is short; an H200's numbers."""
+    has = {"regs_per_multiprocessor": 65536, "shared_memory_per_multiprocessor": 228 << 10}
+    has |= {"max_threads_per_multi_processor": 2048, "multi_processor_count": 132}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(**has))
+    programs_at_once.cache_clear()
+    device = torch.device("cuda", 7)
+    assert programs_at_once(164, 20480, 2, device) == 6 * 132
+    assert programs_at_once(255, 74752, 2, device) == 3 * 132
+    assert programs_at_once(16, 1024, 4, device) == 16 * 132
+    assert programs_at_once(255, 228 << 10, 8, device) == 132
+    programs_at_once.cache_clear()
 
 
 @devices

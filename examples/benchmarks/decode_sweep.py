@@ -1,4 +1,4 @@
-"""Launch sizes of the decode kernel on a GPU: warps, tokens in a step, pipeline stages and programs, best first.
+"""Launch sizes of the decode kernel on a GPU: warps, tokens in a step, stages and waves of programs, best first.
 
     python decode_sweep.py [--formats int8,k8v4,k6v4,int4] [--head-dims 64,128,256,512] [--jobs 8]
 
@@ -33,7 +33,13 @@ SHAPES = [  # batch, query heads, K/V heads, head size
 TOKENS = 32768 - 32
 WARPS_AND_TILES = {64: [(1, 32), (1, 64), (2, 64)], 128: [(1, 32), (1, 64), (2, 64), (4, 64)]}
 WIDE = [(1, 32), (2, 64), (4, 64)]
-STAGES, PROGRAMS = (2, 3), (4, 6, 8, 12, 16)
+STAGES, WAVES = (2, 3), (0.5, 0.97, 2, 3)  # of as many programs as the device runs at once
+
+
+def splits(rows: int, groups: int, programs: float, row: dict[str, Any]) -> int:
+    """As `sizes.num_splits`, for so many programs; notes what it says."""
+    row["splits"] = max(1, min(groups, sizes.MAX_SPLITS, int(programs // rows)))
+    return int(row["splits"])
 
 
 def measure(shape: tuple[int, int, int, int], kv_format: str, timed: bool = True) -> list[dict[str, Any]]:
@@ -45,17 +51,16 @@ def measure(shape: tuple[int, int, int, int], kv_format: str, timed: bool = True
     cache.append(k, v)
     expected, rows = cache.attend(q), []
     about = {"batch": batch, "q_heads": q_heads, "kv_heads": heads, "head_dim": dim, "format": kv_format}
-    for (warps, tile), stages, programs in itertools.product(WARPS_AND_TILES.get(dim, WIDE), STAGES, PROGRAMS):
-        row: dict[str, Any] = about | {"warps": warps, "tile": tile, "stages": stages, "programs": programs}
+    for (warps, tile), stages, waves in itertools.product(WARPS_AND_TILES.get(dim, WIDE), STAGES, WAVES):
+        row: dict[str, Any] = about | {"warps": warps, "tile": tile, "stages": stages, "waves": waves}
         chosen = {
             "num_warps": lambda *_, n=warps: n,
             "tile_tokens": lambda *_, n=tile: n,
             "stages": lambda *_, n=stages: n,
+            "num_splits": lambda rows, groups, at_once, n=waves, row=row: splits(rows, groups, n * at_once, row),
         }
-        with (
-            mock.patch.multiple(kernel, **chosen),
-            mock.patch.multiple(sizes, PROGRAMS_PER_SM=programs, PROGRAMS_PER_SM_OF_FEW=programs),
-        ):
+        kernel._PROGRAMS.clear()
+        with mock.patch.multiple(kernel, **chosen):
             try:
                 difference = (cache.attend(q).float() - expected.float()).abs().max() / expected.abs().max()
                 row |= {"us": graph_us(lambda: cache.attend(q), 5) if timed else 0.0, "difference": difference.item()}

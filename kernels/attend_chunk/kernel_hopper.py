@@ -41,7 +41,7 @@ class HopperTiles(NamedTuple):
     held: int = 0
 
 
-# By head size; the first is used, the others are what the benchmark's --sweep tries. None has been timed yet.
+# By head size: `tiles_and_pack` says which are used, the benchmark's --sweep tries all. Those of 64 are not timed yet.
 CANDIDATES: dict[int, tuple[HopperTiles, ...]] = {
     64: (
         HopperTiles(128, 8, 2, True),
@@ -57,10 +57,10 @@ CANDIDATES: dict[int, tuple[HopperTiles, ...]] = {
         HopperTiles(64, 11, 3, True),
     ),
     256: (
-        HopperTiles(64, 5, 2, False),
-        HopperTiles(64, 5, 2, True),
-        HopperTiles(64, 5, 2, False, 64),
         HopperTiles(64, 5, 2, False, 128),
+        HopperTiles(64, 5, 2, False),
+        HopperTiles(64, 5, 2, False, 64),
+        HopperTiles(64, 5, 2, True),
         HopperTiles(32, 10, 2, False),
     ),
 }
@@ -151,6 +151,22 @@ def packed_heads(q_heads: int, kv_heads: int) -> int:
     return groups & -groups
 
 
+def tiles_and_pack(
+    head_dim: int, q_heads: int, kv_heads: int, q_len: int, window: int | None, softcap: float | None
+) -> tuple[HopperTiles, int]:
+    """What is used, by what an H200 took (DESIGN.md): the tiles, and how many query heads share a tile of queries.
+
+    Few queries share tiles so that these are full; with windows sharing makes the reach of a tile shorter.
+    """
+    candidates = CANDIDATES[head_dim]
+    packed = packed_heads(q_heads, kv_heads)
+    if q_len < 2 * ROWS.value:
+        return candidates[1], packed
+    if head_dim > 128 and (window is not None or softcap is not None):  # held queries spill then
+        return candidates[1], packed
+    return candidates[0], 1
+
+
 def shared_bytes(head_dim: int, tiles: HopperTiles) -> int:
     """Shared memory of a program for 16-bit numbers, without what Triton adds for its own use."""
     barriers = 2 * tiles.stages + 3 * tiles.consumers
@@ -202,8 +218,9 @@ def attend_chunk_hopper(
         return out, lse
     batch, heads, q_len, head_dim = q.shape
     kv_heads, new_len = k.shape[1:3]
-    tiles = CANDIDATES[head_dim][0] if tiles is None else tiles
-    pack = packed_heads(heads, kv_heads) if pack is None else pack
+    usual = tiles_and_pack(head_dim, heads, kv_heads, q_len, window, softcap)
+    tiles = usual[0] if tiles is None else tiles
+    pack = usual[1] if pack is None else pack
     if shared_bytes(head_dim, tiles) > SHARED_BYTES:
         raise InvalidOption(f"{tiles} need {shared_bytes(head_dim, tiles)} bytes of shared memory. Use fewer stages.")
     if pack < 1 or ROWS.value % pack or heads // kv_heads % pack:

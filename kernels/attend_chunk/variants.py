@@ -18,8 +18,8 @@ SWITCH = "GEMKV_HOPPER_PREFILL"
 
 
 def hopper_is_used() -> bool:
-    """Whether "auto" may mean the Hopper kernel: only with GEMKV_HOPPER_PREFILL=1, until it has run on a GPU."""
-    return os.environ.get(SWITCH) == "1"
+    """Whether "auto" may mean the Hopper kernel: unless GEMKV_HOPPER_PREFILL=0."""
+    return os.environ.get(SWITCH) != "0"
 
 
 @functools.cache

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 
 from gemkv_compile.errors import InvalidOption
 
-# Measured on an H200: many sequences and heads want waves of programs that level each other out; few of them, where all
-# programs are there at once, want no more partial results than that.
-PROGRAMS_PER_SM, PROGRAMS_PER_SM_OF_FEW = 12, 4
-FEW_ROWS, FEW_HEAD_DIM = 8, 128
 MAX_SPLITS = 128
+FULL = 0.95  # of the places of all waves that programs take: the fewest shares of the keys that reach it are used
+USUAL_PROGRAMS = 4  # of a multiprocessor at once, where nothing is known
 SMALL_BUFFERS = 12 * 1024  # shared memory for queries and weights
+LARGE_STEP = 16 * 1024
 
 
 def padded(size: int) -> int:
@@ -19,17 +21,18 @@ def padded(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
-def num_splits(rows: int, groups: int, multiprocessors: int, head_dim: int) -> int:
-    """Programs that share the keys of one sequence and head.
+def num_splits(rows: int, groups: int, at_once: int) -> int:
+    """Programs that share the keys of one sequence and head: waves of programs should be full.
 
     Args:
         rows: Sequences times K/V heads.
         groups: 64-token groups that the page table has room for.
+        at_once: Programs that the device runs at once.
     """
-    few = rows <= FEW_ROWS and head_dim <= FEW_HEAD_DIM
-    programs = PROGRAMS_PER_SM_OF_FEW if few else PROGRAMS_PER_SM
-    wanted = -(-programs * multiprocessors // rows)
-    return max(1, min(wanted, groups, MAX_SPLITS))
+    most = max(1, min(groups, MAX_SPLITS, -(-8 * at_once // rows)))
+    shares = {splits: rows * splits / (-(-rows * splits // at_once) * at_once) for splits in range(1, most + 1)}
+    best = max(shares.values())
+    return next(splits for splits, share in shares.items() if share >= min(FULL, best))
 
 
 def combined_channels(rows: int, head_dim: int, multiprocessors: int) -> int:
@@ -66,20 +69,27 @@ def step_bytes(tile: int, head_dim: int, bits: int) -> int:
     return tile * padded(head_dim) * bits // 8
 
 
-def num_warps(head_dim: int, k_bits: int) -> int:
-    """Warps of a program: as few as hold its numbers in registers; keys of 6 bits, and of 16 or more, take more."""
-    return 4 if head_dim > (128 if k_bits == 6 or k_bits >= 16 else 256) else 2
+# Warps of a program by bits of keys and values, for head sizes up to 64, 128, 256 and beyond. With fewer warps less is
+# done twice, and a row of scales of which each thread holds 4 bytes can be copied ahead; with too few, numbers spill.
+WARPS = {(8, 8): (1, 2, 2, 4), (8, 4): (1, 1, 2, 4), (6, 4): (1, 2, 4, 4), (4, 4): (2, 1, 2, 4)}
+WARPS_OF_MODEL = 2, 2, 4, 4
+
+
+def num_warps(head_dim: int, k_bits: int, v_bits: int) -> int:
+    """Warps of a program, measured on an H200 (DESIGN.md)."""
+    by_size = WARPS.get((k_bits, v_bits), WARPS_OF_MODEL)
+    return by_size[sum(head_dim > size for size in (64, 128, 256))]
 
 
 def stages(step_bytes: int, shared_bytes: int) -> int:
-    """Pipeline stages: 3 if the keys and values of two steps fit into shared memory, 2 for one, 1 for none.
+    """Pipeline stages: 3 for small steps; 2 for large ones, which leaves room for more programs; 1 if no step fits.
 
     Args:
         step_bytes: Keys and values of a step, as the function of that name gives them.
         shared_bytes: What one program may take.
     """
     room = (shared_bytes - SMALL_BUFFERS) // step_bytes
-    return max(1, min(3, room + 1))
+    return max(1, min(3 if step_bytes < LARGE_STEP else 2, room + 1))
 
 
 def device_limits(device: torch.device) -> tuple[int, int]:
@@ -88,3 +98,18 @@ def device_limits(device: torch.device) -> tuple[int, int]:
         return 2, 100 * 1024
     properties = torch.cuda.get_device_properties(device)
     return properties.multi_processor_count, properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+
+
+@functools.lru_cache
+def programs_at_once(registers: int, shared_bytes: int, warps: int, device: torch.device) -> int:
+    """Programs that a CUDA device runs at once.
+
+    Args:
+        registers: Of a thread.
+        shared_bytes: Of a program.
+    """
+    has: Any = torch.cuda.get_device_properties(device)
+    by_registers = has.regs_per_multiprocessor // (-(-registers // 8) * 8 * 32 * warps)
+    by_shared = has.shared_memory_per_multiprocessor // (shared_bytes + 1024)  # of which the driver takes a KB each
+    by_threads = has.max_threads_per_multi_processor // (32 * warps)
+    return int(has.multi_processor_count) * max(1, min(by_registers, by_shared, by_threads, 32))
