@@ -74,6 +74,8 @@ def shipped() -> dict[str, Any]:
 
 def _of_kernel_row(row: dict[str, Any]) -> dict[str, Any]:
     us = {ours: round(row[f"{name}_us"], 1) for name, ours in NAMES.items() if f"{name}_us" in row}
+    if "gemkv_hopper_us" in row:  # what runs on such a GPU
+        us["triton"] = round(row["gemkv_hopper_us"], 1)
     return _row(row["head_dim"], row["q_heads"] // row["kv_heads"], row["window"], row["tokens"], us)
 
 
