@@ -80,6 +80,16 @@ class PoolExhausted(GemkvError, MemoryError):
         )
 
 
+class SequenceTooLong(GemkvError, ValueError):
+    """An append would make a sequence longer than the kernels can count; the cache stays valid."""
+
+    def __init__(self, length: int, limit: int) -> None:
+        super().__init__(
+            f"a paged key/value cache holds sequences of fewer than {limit} tokens, and this call would make one of "
+            f"{length}. The cache is still valid. Begin a new one, with the newest tokens as its prompt."
+        )
+
+
 class StrictError(GemkvError, RuntimeError):
     """strict=True, and an attention in the graph was not rewritten. The message holds the table of sites."""
 

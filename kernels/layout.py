@@ -52,6 +52,7 @@ GUARDED = tuple(name for name, bits in CODE_BITS.items() if min(bits) < 8)
 
 KV_FORMATS = (*CODE_BITS, "model")
 MODEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_TOKENS = 1 << 25  # of a sequence: a decode step counts its programs in the bits of seq_lens above them
 FIRST_MAX_PAGES = 8  # columns of a new page table; they grow in powers of two
 SCALE_DTYPE = torch.float16
 SCALE_PLANES = 3  # K scale, K zero, V scale; V zero or V norms behind them

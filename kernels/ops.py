@@ -7,7 +7,7 @@ as mutated, every read takes both, and that orders reads after writes in any fun
 Shapes used below: batch B, q_len Q, num_q_heads Hq, num_kv_heads Hkv (Hq = groups * Hkv), head_dim D, group_size G.
 
     page_table  [B, max_pages]     int64   address of the page of tokens p*page_size .. at column p % max_pages; 0: none
-    seq_lens    [B]                int32   tokens stored for each sequence
+    seq_lens    [B]                int32   tokens stored for each sequence, fewer than `layout.MAX_TOKENS` (2^25)
     starts      [B]                int32   first token that may be attended to
     tail        [B, 2, Hkv, G, D]  model   keys (0) and values (1) of the newest, unfilled group, in model precision;
                                    2 G rows in a guarded format: tokens 0 .. G - 1, then the newest group if later
@@ -75,6 +75,7 @@ def append_kv(
         page_size, kv_format: Layout of the pages, see `PageLayout`.
     A completed group is dropped when its page_table entry is 0, or when a later page that this call writes has its
     column: nothing will attend to it. A page_table of 0 columns keeps no completed group at all, only the tail.
+    While this runs the upper bits of seq_lens may count programs: nothing else on the device may read them meanwhile.
     """
     layout = check_state(page_table, seq_lens, tail, page_size, kv_format)
     check_keys(k, v, tail)

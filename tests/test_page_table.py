@@ -15,9 +15,9 @@ from tiny_models import prompt, tuple_model
 
 import gemkv_compile
 from gemkv_compile.compat import bytes_at
-from gemkv_compile.errors import CacheMismatch, DroppedRows, GemkvError, PoolExhausted, ReleasedHandle
+from gemkv_compile.errors import CacheMismatch, DroppedRows, GemkvError, PoolExhausted, ReleasedHandle, SequenceTooLong
 from gemkv_compile.kernels import ops
-from gemkv_compile.kernels.layout import CODE_BITS
+from gemkv_compile.kernels.layout import CODE_BITS, MAX_TOKENS
 from gemkv_compile.runtime.handle import KEYS, VALUES, make_handle
 from gemkv_compile.runtime.importing import continue_past, import_dense
 from gemkv_compile.runtime.page_table import PageTable
@@ -90,6 +90,16 @@ def test_exhausted_pool_leaves_every_cache_valid():
     assert_rows(table, 0, 150, keys[:, :, :150], values[:, :, :150])
     append(table, keys[:, :, 150:160], values[:, :, 150:160])
     assert_rows(table, 0, 160, keys[:, :, :160], values[:, :, :160])
+
+
+def test_sequence_that_lengths_cannot_count():
+    table = PageTable(PagePool(layout_of(), CPU), 2)
+    table.length = MAX_TOKENS - 10
+    table.begin(9, None)
+    table.abort()
+    with pytest.raises(SequenceTooLong, match=str(MAX_TOKENS)):
+        table.begin(10, None)
+    assert table.length == MAX_TOKENS - 10 and not table.is_appending
 
 
 def test_pages_return_when_the_table_dies():

@@ -1,13 +1,16 @@
 """The Triton append against its reference: the same bytes, whatever the lengths."""
 
+import interpreted
 import pytest
 import torch
+from interleaved import interleave
 from paged_cases import PagedCache, normal, strided
 from triton_devices import DEVICES
 
+from gemkv_compile.kernels.append_kv import kernel_token
 from gemkv_compile.kernels.append_kv.kernel import append_kv_triton
 from gemkv_compile.kernels.append_kv.reference import append_kv_reference
-from gemkv_compile.kernels.layout import CODE_BITS, KV_FORMATS
+from gemkv_compile.kernels.layout import CODE_BITS, KV_FORMATS, MAX_TOKENS
 
 SHAPES = [(1, 64, 64, 4), (2, 80, 128, 2), (3, 16, 64, 2), (1, 256, 256, 1)]  # heads, head_dim, page_size, max_pages
 # The first completes a group of either sequence by a single token.
@@ -17,7 +20,9 @@ CHUNKS = [[1, 1, 24, 1, 1, 1, 34, 1, 1, 1, 26, 1], [3, 60, 1, 1, 1, 70], [64, 64
 def run(append, device, case, chunks, kv_format, dtype):
     """The bytes of all pages, the tail and the lengths after appends of `chunks` tokens to sequences of 0 and 37."""
     heads, dim, page_size, max_pages = case
-    cache = PagedCache(2, heads, dim, page_size, 64, kv_format, dtype, max_pages, holes=[(1, 0)], device=device)
+    cache = PagedCache(
+        2, heads, dim, page_size, 64, kv_format, dtype, max_pages, holes=[(1, 0)] * (max_pages > 0), device=device
+    )
     old = [normal(1, heads, 37, dim, dtype=dtype, seed=i).to(device) for i in range(2)]
     append(*old, cache.page_table[1:], cache.seq_lens[1:], cache.tail[1:], cache.layout)
     for number, tokens in enumerate(chunks):
@@ -45,6 +50,36 @@ def check_same(device, case, chunks, kv_format, dtype):
 @pytest.mark.parametrize("case, chunks", zip(SHAPES + SHAPES[:1], CHUNKS, strict=True), ids=str)
 def test_same_bytes(device, case, chunks, kv_format):
     check_same(device, case, chunks, kv_format, torch.float32)
+
+
+@pytest.mark.skipif(not interpreted.ON, reason="needs the interpreter")
+@pytest.mark.parametrize("kv_format", ["int8", "k6v4", "model"])
+@pytest.mark.parametrize("heads, dim, programs", [(3, 80, 256), (5, 96, 8), (3, 128, 1)])
+def test_programs_take_turns(monkeypatch, heads, dim, programs, kv_format):
+    """Whatever the order of their loads, stores and atomics: the same bytes, and lengths that advance by one.
+
+    The step from 63 tokens completes a first group, that from 127 a second one; fewer programs have several tiles each.
+    """
+    monkeypatch.setattr(kernel_token, "PROGRAMS", programs)
+    turns = interleave(monkeypatch, kv_format)
+    check_same("cpu", (heads, dim, 64, 4), [62, 1, 1, 26, 1], kv_format, torch.float32)
+    assert turns.switches > 100
+
+
+@pytest.mark.parametrize("batch", [1, 2, 7, 128, 1000])
+@pytest.mark.parametrize("heads", [1, 4, 12, 128])
+def test_every_row_of_a_step_has_a_program(batch, heads):
+    """And the programs of a sequence can be counted in the bits that a length leaves free."""
+    for head_dim in (16, 80, 256, 512):
+        parts, sizes = kernel_token.launch_sizes(batch, heads, head_dim)
+        assert 2 * parts * MAX_TOKENS <= 1 << 32 and parts * sizes["ROWS"] >= heads
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunks", [[63, 1, 1], [30, 80]], ids=str)
+def test_table_without_columns(device, chunks):
+    """Completed groups are dropped, the lengths and the tail go on."""
+    check_same(device, (2, 64, 64, 0), chunks, "int8", torch.float32)
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from gemkv_compile.kernels.append_kv import kernel as append
+from gemkv_compile.kernels.append_kv.kernel_token import NUM_WARPS, launch_sizes
 from gemkv_compile.kernels.attend_pages import kernel as attend
 from gemkv_compile.kernels.attend_pages import sizes as launch
 from gemkv_compile.kernels.layout import KV_FORMATS, PageLayout
@@ -123,10 +124,9 @@ def test_tile_sizes(shared, bits):
 def test_append_fits_a_device(arch, head_dim, kv_format, tmp_path):
     layout = PageLayout(HEADS, head_dim, 256, 64, kv_format, torch.bfloat16)
     pointers = {"k": "*bf16", "v": "*bf16", "tail": "*bf16", "page_table": "*i64", "seq_lens": "*i32"}
-    for function, own in (
-        (append.append_token, {"HEADS_PADDED": HEADS, "D_PADDED": head_dim, "k_dim": 1, "v_dim": 1}),
-        (append.append_chunk, {"k_dim": 1, "v_dim": 1}),
-    ):
-        kernel = compiled(function, pointers, (), sizes(layout) | {"BLOCK_D": append.BLOCK_D} | own, arch)
+    constants = sizes(layout) | {"BLOCK_D": append.BLOCK_D, "k_dim": 1, "v_dim": 1}
+    step = launch_sizes(1, HEADS, head_dim)[1]
+    for function, own, warps in ((append.append_token, step, NUM_WARPS), (append.append_chunk, {}, 4)):
+        kernel = compiled(function, pointers, (), constants | own, arch, num_warps=warps)
         assert kernel.metadata.shared <= SHARED[arch]
         assert spilled_bytes(kernel.asm["ptx"], arch, tmp_path) == 0

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from gemkv_compile.compat import bytes_at
-from gemkv_compile.errors import DroppedRows, ReleasedHandle
+from gemkv_compile.errors import DroppedRows, ReleasedHandle, SequenceTooLong
 from gemkv_compile.kernels.formats import clamp_finite
-from gemkv_compile.kernels.layout import FIRST_MAX_PAGES, PageLayout
+from gemkv_compile.kernels.layout import FIRST_MAX_PAGES, MAX_TOKENS, PageLayout
 from gemkv_compile.kernels.memory import gather_pages, read_groups
 from gemkv_compile.runtime.pool import PagePool
 
@@ -127,6 +127,17 @@ class PageState:
         """`length` as an int64 tensor [] on the host, for operators that must not wait for the device."""
         with torch.inference_mode(False):
             return torch.tensor(self.length, dtype=torch.int64, device="cpu")
+
+    def groups_after(self, num_tokens: int) -> int:
+        """Groups of a sequence that are complete after `num_tokens` more tokens.
+
+        Raises:
+            SequenceTooLong: seq_lens cannot count so many.
+        """
+        length = self.length + num_tokens
+        if length >= MAX_TOKENS:
+            raise SequenceTooLong(length, MAX_TOKENS)
+        return length // self.group_size
 
     @property
     def tail_begin(self) -> int:

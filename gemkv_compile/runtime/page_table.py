@@ -136,7 +136,7 @@ class PageTable(PageState):
             start: First token that this call attends to.
             without: Page index -> which sequences need no page there: what `drop` would drop is never allocated then.
         Raises:
-            PoolExhausted: nothing has changed.
+            PoolExhausted, SequenceTooLong: nothing has changed.
             ReleasedHandle: the table was released.
             GemkvError: an append is under way.
         """
@@ -148,7 +148,7 @@ class PageTable(PageState):
             self.release_unreachable()
         if len(self._handles) > self._room_for_handles:
             self._living_handles()
-        first, last = self.length // self.group_size, (self.length + num_tokens) // self.group_size
+        first, last = self.length // self.group_size, self.groups_after(num_tokens)
         self._reservation = Reservation(self.pages)
         if first < last:
             try:

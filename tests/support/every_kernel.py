@@ -9,24 +9,35 @@ from gemkv_compile.kernels.attend_chunk.kernel import attend_chunk_triton
 from gemkv_compile.kernels.attend_pages.kernel import attend_pages_triton
 from gemkv_compile.kernels.layout import KV_FORMATS
 
-SHAPES = [(64, 2, 4), (80, 1, 3), (256, 1, 2), (512, 1, 1)]  # head size, K/V heads, query heads of each
+# Format, head size, K/V heads, query heads of each. Compiling is most of the time, so each format has one head size;
+# packed codes have sizes that are no power of two, whose masks they need most.
+CASES = [
+    ("model", 64, 2, 4),
+    ("k6v4", 80, 3, 2),
+    ("int4", 96, 2, 3),
+    ("k8v4", 256, 2, 2),
+    ("int8", 512, 1, 1),
+]
+LENGTHS = [130, 63, 127]  # a token more completes the second sequence's first group, which guards keep, and the third's
 CHUNKS = (1, 70)
 
 
 def main():
-    for head_dim, heads, groups in SHAPES:
-        for kv_format in KV_FORMATS:
-            cache = cases.PagedCache(2, heads, head_dim, 64, 64, kv_format, torch.bfloat16, 4).fill([130, 63])
-            table, lengths, starts, tail = to_device(cache, "cuda")
-            padding = torch.ones(2, 300, dtype=torch.bool, device="cuda")
-            padding[:, :5] = False
-            for q_len in CHUNKS:
-                k, v = (cases.normal(2, heads, q_len, head_dim, dtype=torch.bfloat16).cuda() for _ in range(2))
-                q = cases.normal(2, heads * groups, q_len, head_dim, dtype=torch.bfloat16).cuda()
-                state = table, lengths, starts, tail, padding, None, None, 0.1
-                attend_chunk_triton(q, k, v, *state, None, True, 100, cache.layout)
-                append_kv_triton(k, v, table, lengths, tail, cache.layout)
-                attend_pages_triton(q[:, :, :1], *state, 30.0, 100, cache.layout)
+    assert {case[0] for case in CASES} == set(KV_FORMATS)
+    batch = len(LENGTHS)
+    for kv_format, head_dim, heads, groups in CASES:
+        cache = cases.PagedCache(batch, heads, head_dim, 64, 64, kv_format, torch.bfloat16, 4).fill(LENGTHS)
+        table, lengths, starts, tail = to_device(cache, "cuda")
+        padding = torch.ones(batch, 300, dtype=torch.bool, device="cuda")
+        padding[:, :5] = False
+        for q_len in CHUNKS:
+            k, v = (cases.normal(batch, heads, q_len, head_dim, dtype=torch.bfloat16).cuda() for _ in range(2))
+            q = cases.normal(batch, heads * groups, q_len, head_dim, dtype=torch.bfloat16).cuda()
+            state = table, lengths, starts, tail, padding, None, None, 0.1
+            attend_chunk_triton(q, k, v, *state, None, True, 100, cache.layout)
+            append_kv_triton(k, v, table, lengths, tail, cache.layout)
+            attend_pages_triton(q[:, :, :1], *state, 30.0, 100, cache.layout)
+        assert lengths.tolist() == [length + sum(CHUNKS) for length in LENGTHS]
     torch.cuda.synchronize()
     print("every kernel ran")
 
