@@ -101,6 +101,28 @@ def end_to_end(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def prefill_end_to_end(result: dict[str, Any]) -> str:
+    """First token and peak by model, length and mode; ours also as a ratio to the best other mode."""
+    lines = ["| model | tokens | mode | first token, ms | runs, ms | peak, GiB |", "|---|---:|---|---:|---:|---:|"]
+    order = list(dict.fromkeys(row["model"] for row in result["rows"]))
+    for row in sorted(result["rows"], key=lambda row: (order.index(row["model"]), row["tokens"])):
+        start = f"| {row['model']} | {row['tokens']} | {MODES[row['mode']]}"
+        if "failed" in row:
+            lines.append(f"{start} | {row['failed']} | | |")
+            continue
+        others = [
+            r for r in result["rows"] if all(r[k] == row[k] for k in ("model", "tokens")) and r["mode"] not in OURS
+        ]
+        cells = []
+        for key, form in (("first_token_ms", ".0f"), ("peak_gib", ".2f")):
+            best = min((r[key] for r in others if key in r), default=None)
+            ratio = f" ({row[key] / best:.2f}x)" if row["mode"] in OURS and best is not None else ""
+            cells.append(f"{row[key]:{form}}{ratio}")
+        runs = ", ".join(f"{ms:.0f}" for ms in row["times_ms"])
+        lines.append(f"{start} | {cells[0]} | {runs} | {cells[1]} |")
+    return "\n".join(lines)
+
+
 def fidelity(result: dict[str, Any]) -> str:
     """What a format changes in text, by model and prompt, with 95% intervals."""
     lines = [
@@ -244,6 +266,7 @@ COLUMNS = ("fa2", "cudnn", "fa3", "int8", "k8v4", "k6v4", "int4")
 TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str, str]] = {  # how, unit, where
     "kv_memory": (kv_memory, "MB", "README.md"),
     "end_to_end": (end_to_end, "medians", "README.md"),
+    "prefill_end_to_end": (prefill_end_to_end, "medians", "README.md"),
     "fidelity": (fidelity, "95% intervals", "README.md"),
     "decode_kernel": (decode_kernel, "median microseconds", "README.md"),
     "prefill_kernel": (prefill_kernel, "TFLOPS of medians", "README.md"),
@@ -268,15 +291,23 @@ def rendered(text: str, file: str) -> str:
     for name, (render, unit, where) in TABLES.items():
         if where != file:
             continue
-        result = json.loads((HERE / "results" / f"{name}.json").read_text())
-        about = result["about"]
-        note = f"{unit}; {about['device']}, torch {about['torch']}, {about['date']}, commit {about['commit']}"
         head, begin, rest = text.partition(f"<!-- {name} -->\n")
         _, end, tail = rest.partition(f"<!-- /{name} -->")
         if not begin or not end:
             raise ValueError(f"{file} has no <!-- {name} --> ... <!-- /{name} -->.")
-        text = f"{head}{begin}{render(result)}\n\n({note})\n{end}{tail}"
+        text = f"{head}{begin}{_table(name, render, unit)}\n{end}{tail}"
     return text
+
+
+def _table(name: str, render: Callable[[dict[str, Any]], str], unit: str) -> str:
+    """A table and where it is from, or that nothing has been measured yet."""
+    path = HERE / "results" / f"{name}.json"
+    if not path.exists():
+        return "(not measured yet)"
+    result = json.loads(path.read_text())
+    about = result["about"]
+    note = f"{unit}; {about['device']}, torch {about['torch']}, {about['date']}, commit {about['commit']}"
+    return f"{render(result)}\n\n({note})"
 
 
 def main() -> int:
