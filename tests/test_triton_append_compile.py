@@ -1,4 +1,4 @@
-"""The append of a prompt compiled for devices that are not here: nothing spills, and codes are stored in wide pieces."""
+"""A prompt's append compiled for devices that are not here: nothing spills, and codes are stored in wide pieces."""
 
 import re
 

@@ -67,6 +67,23 @@ def prefill_kernel(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def prefill_append(result: dict[str, Any]) -> str:
+    """What a prompt's append takes beside another engine's attention, by shape and format."""
+    formats = [key.removesuffix("_share") for key in result["rows"][0] if key.endswith("_share")]
+    heads = " | ".join(f"{name}, us | of it, % | GB/s" for name in formats)
+    lines = [
+        f"| batch | query, K/V heads | head size | tokens | attention | us | {heads} |",
+        "|---:|---:|---:|---:|---|---:|" + "---:|" * (3 * len(formats)),
+    ]
+    for row in result["rows"]:
+        cells = [ENGINES[row["attention"]], f"{row['attention_us']:.0f}"]
+        for name in formats:
+            cells += [f"{row[f'{name}_us']:.1f}", f"{100 * row[f'{name}_share']:.1f}", f"{row[f'{name}_gb_per_s']:.0f}"]
+        lines.append(f"| {_shape(row)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+ENGINES = {"fa3": "FA3", "cudnn": "cuDNN"}
 MODES = {
     "dynamic": "DynamicCache, eager",
     "inductor": "DynamicCache, Inductor",
@@ -270,6 +287,7 @@ TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str, str]] = {  # how, 
     "fidelity": (fidelity, "95% intervals", "README.md"),
     "decode_kernel": (decode_kernel, "median microseconds", "README.md"),
     "prefill_kernel": (prefill_kernel, "TFLOPS of medians", "README.md"),
+    "prefill_append": (prefill_append, "median microseconds", "DESIGN.md"),
     "int8_forms": (int8_forms, "95% intervals", "DESIGN.md"),
     "int4_forms": (int8_forms, "95% intervals", "DESIGN.md"),
     "int4_forms_guard": (int8_forms, "95% intervals", "DESIGN.md"),
