@@ -3,12 +3,15 @@
 import interpreted
 import pytest
 import torch
+import triton
+import triton.language as tl
 from interleaved import interleave
 from paged_cases import PagedCache, normal, strided
 from triton_devices import DEVICES
 
 from gemkv_compile.kernels.append_kv import kernel_token
 from gemkv_compile.kernels.append_kv.kernel import append_kv_triton
+from gemkv_compile.kernels.append_kv.kernel_quantise import _quotient
 from gemkv_compile.kernels.append_kv.reference import append_kv_reference
 from gemkv_compile.kernels.layout import CODE_BITS, KV_FORMATS, MAX_TOKENS
 
@@ -111,3 +114,24 @@ def test_extreme_values(device, kv_format):
     append_kv_triton(x.to(device), x.to(device), *cache.state, cache.layout)
     broken = ~torch.isfinite(cache.stored(0)).all(1).all(1)  # of K and V, by channel
     assert broken[:, 5:8].all() and not broken[:, 8:].any() and not broken[:, :5].any()
+
+
+@triton.jit
+def quotients(x, divisor, out, SIZE: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    by = tl.load(divisor + at)
+    tl.store(out + at, _quotient(tl.load(x + at), by, tl.div_rn(tl.full(by.shape, 1.0, tl.float32), by)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_quotients_are_those_of_a_division(device):
+    """By every float16 mantissa; numbers at random, halves between two codes, and the float32 numbers next to these."""
+    generator = torch.Generator().manual_seed(3)
+    divisor = torch.arange(0x2C00, 0x3000, dtype=torch.int16).view(torch.float16).float().repeat(64)  # 1/16 .. 1/8
+    x = torch.rand(divisor.shape, generator=generator) * 127 * divisor
+    half = (torch.randint(0, 127, divisor.shape, generator=generator) + 0.5) * divisor
+    x = torch.stack([x, half, half.nextafter(torch.tensor(0.0)), half.nextafter(torch.tensor(1e9))]).flatten()
+    x, divisor = x.to(device), divisor.repeat(4).to(device)
+    out = torch.full_like(x, float("nan"))
+    quotients[(len(x) // 8192,)](x, divisor, out, 8192)
+    assert torch.equal(out, x / divisor)

@@ -83,16 +83,21 @@ def prepare(model: Any, mode: str) -> dict[str, Any]:
     return {}
 
 
-def measure(name: str, mode: str, batch: int, tokens: int, only_compile: bool) -> dict[str, Any]:
-    """One row: milliseconds, and GiB above the weights."""
+def random_model(build: Callable[[], Any], device: str) -> Any:
+    """A model in bf16 with random weights, whose `generate` stops at no token."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = MODELS[name]().eval()
-        ids = torch.randint(5, 1000, (batch, tokens))
+    with torch.device(device):
+        model = build().eval()
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
-    torch.cuda.synchronize()
+    return model
+
+
+def measure(name: str, mode: str, batch: int, tokens: int, only_compile: bool) -> dict[str, Any]:
+    """One row: milliseconds, and GiB above the weights."""
+    model = random_model(MODELS[name], "cuda")
     weights = torch.cuda.memory_allocated()
+    ids = torch.randint(5, 1000, (batch, tokens), device="cuda")
     options = prepare(model, mode) | {"attention_mask": torch.ones_like(ids), "do_sample": False}
 
     def generate(new: int, **more: Any) -> float:
@@ -126,10 +131,14 @@ def median_of(run: Callable[[], float], times: int) -> float:
 
 def child(arguments: argparse.Namespace, name: str, mode: str, only_compile: bool, folder: str) -> Any:
     """Start a process for one mode; it writes its row into a file."""
-    out = str(Path(folder) / f"{name}-{mode}.json")
     shape = ["--batch", str(arguments.batch), "--tokens", str(arguments.tokens)]
-    command = [sys.executable, __file__, "--child", name, mode, out, *shape]
-    command += ["--only-compile"] if only_compile else []
+    return start(__file__, name, mode, folder, [*shape, *["--only-compile"] * only_compile])
+
+
+def start(script: str, name: str, mode: str, folder: str, options: list[str]) -> Any:
+    """Start a benchmark's process for one mode; returns it, the file for its results, and that of what it prints."""
+    out = str(Path(folder) / f"{name}-{mode}.json")
+    command = [sys.executable, script, "--child", name, mode, out, *options]
     log = (Path(folder) / f"{name}-{mode}.log").open("w")
     return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT), Path(out), Path(log.name)
 

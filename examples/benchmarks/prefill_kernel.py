@@ -1,6 +1,6 @@
 """Attention of a prompt on a GPU, TFLOPS, beside FlashAttention-2, cuDNN, FlexAttention and FlashAttention-3 in bf16.
 
-    python prefill_kernel.py [--quick] [--sweep [--jobs 8]]
+    python prefill_kernel.py [--quick] [--sweep [--jobs 8] | --append]
 
 Causal; ours is `attend_chunk` over an empty cache, by the plain kernel and, on a Hopper GPU, by the Hopper kernel
 (gemkv_hopper, with the launch of the plain one that finds no past). Operations are counted once for each pair of a
@@ -10,6 +10,10 @@ largest number there. Medians; FlashAttention-3 if `fa3_fwd_interface` is instal
 --sweep times the Hopper kernel alone, with every candidate of tiles, heads packed and not, and as many programs as
 there are multiprocessors or tiles, beside FlashAttention-3; best first, to results/prefill_sweep.json. With --jobs so
 many processes first compile all of them, untimed.
+
+--append times instead what another engine's prompt pays for the cache: `append_kv` of all its tokens, quantised and
+written to pages, both launches inside a CUDA graph with the caches flushed before, beside FlashAttention-3's time (or
+cuDNN's) for the same prompt; to results/prefill_append.json. Its bytes are those of keys, values and what is stored.
 """
 
 from __future__ import annotations
@@ -21,9 +25,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import median_us, save
+from harness import graph_us, median_us, save
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gemkv_compile.kernels.append_kv.kernel import append_kv_triton
 from gemkv_compile.kernels.attend_chunk.kernel import attend_chunk_triton
 from gemkv_compile.kernels.layout import PageLayout
 
@@ -36,6 +41,13 @@ SHAPES = [  # batch, query heads, K/V heads, head size, tokens, window
     (1, 8, 4, 256, 32768, 1024),
     (1, 8, 4, 512, 8192, None),
 ]
+APPENDED = [  # the same, of prompts that are appended
+    (1, 32, 8, 128, 4096, None),
+    (1, 32, 8, 128, 32768, None),
+    (1, 8, 4, 256, 4096, None),
+    (1, 8, 4, 256, 32768, None),
+]
+APPENDED_FORMATS = ("int8", "int4")
 CHECKED = 256  # queries
 
 
@@ -118,6 +130,27 @@ def sweep(shape: tuple[int, int, int, int, int, int | None]) -> list[dict[str, A
     return sorted(rows, key=lambda row: row.get("hopper_us", float("inf")))
 
 
+def append(shape: tuple[int, int, int, int, int, int | None]) -> dict[str, Any]:
+    """A row: microseconds of another engine's attention and of the append, by format, and the ratio of the two."""
+    batch, q_heads, heads, dim, tokens, window = shape
+    q, k, v = inputs(shape)
+    row: dict[str, Any] = {"batch": batch, "q_heads": q_heads, "kv_heads": heads, "head_dim": dim, "tokens": tokens}
+    engines = peers(q, k, v, window, compiled=False)
+    row["attention"] = "fa3" if "fa3" in engines else "cudnn"
+    row["attention_us"] = median_us(engines[row["attention"]])
+    for kv_format in APPENDED_FORMATS:
+        layout = PageLayout(heads, dim, 256, 64, kv_format, k.dtype)
+        pages = torch.empty(batch * tokens // 256, layout.page_bytes, dtype=torch.uint8, device="cuda")
+        table = (pages.data_ptr() + torch.arange(len(pages), device="cuda") * layout.page_bytes).view(batch, -1)
+        lengths = torch.zeros(batch, dtype=torch.int32, device="cuda")
+        tail = torch.zeros(batch, 2, heads, layout.tail_rows, dim, dtype=k.dtype, device="cuda")
+        state = k, v, table, lengths, tail, layout
+        row[f"{kv_format}_us"] = us = graph_us(lambda state=state: append_kv_triton(*state))  # type: ignore[misc]
+        row[f"{kv_format}_share"] = us / row["attention_us"]
+        row[f"{kv_format}_gb_per_s"] = (k.nbytes + v.nbytes + pages.nbytes) / 1e3 / us
+    return row
+
+
 def inputs(shape: tuple[int, int, int, int, int, int | None]) -> list[torch.Tensor]:
     """q, k and v of a shape, [B, H, S, D] views of [B, S, H, D] memory, bf16."""
     batch, q_heads, heads, dim, tokens, _ = shape
@@ -146,7 +179,9 @@ def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, 
     return lambda: attend_chunk_triton(q, k, v, table, lengths, lengths, tail, *rules, layout, variant)[0]
 
 
-def peers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> dict[str, Any]:
+def peers(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, compiled: bool = True
+) -> dict[str, Any]:
     def sdpa(backend: SDPBackend) -> Any:
         def run() -> torch.Tensor:
             with sdpa_kernel(backend):
@@ -157,7 +192,8 @@ def peers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None)
     found: dict[str, Any] = {}
     if window is None:
         found = {"fa2": sdpa(SDPBackend.FLASH_ATTENTION), "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION)}
-    found["flex"] = flex(q, k, v, window)
+    if compiled:
+        found["flex"] = flex(q, k, v, window)
     try:
         from fa3_fwd_interface import flash_attn_func
     except ImportError:
@@ -192,6 +228,12 @@ def main() -> None:
         print("prefill_kernel needs a GPU: left out")
         return
     rows: list[dict[str, Any]] = []
+    if "--append" in sys.argv:
+        for shape in APPENDED:
+            rows.append(append(shape))
+            print({key: round(x, 5) if isinstance(x, float) else x for key, x in rows[-1].items()}, flush=True)
+        save("prefill_append", rows)
+        return
     if "--sweep" in sys.argv:
         shapes = SHAPES[:1] + SHAPES[3:6] if "--quick" in sys.argv else SHAPES
         if "--jobs" in sys.argv:

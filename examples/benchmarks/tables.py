@@ -67,6 +67,23 @@ def prefill_kernel(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def prefill_append(result: dict[str, Any]) -> str:
+    """What a prompt's append takes beside another engine's attention, by shape and format."""
+    formats = [key.removesuffix("_share") for key in result["rows"][0] if key.endswith("_share")]
+    heads = " | ".join(f"{name}, us | of it, % | GB/s" for name in formats)
+    lines = [
+        f"| batch | query, K/V heads | head size | tokens | attention | us | {heads} |",
+        "|---:|---:|---:|---:|---|---:|" + "---:|" * (3 * len(formats)),
+    ]
+    for row in result["rows"]:
+        cells = [ENGINES[row["attention"]], f"{row['attention_us']:.0f}"]
+        for name in formats:
+            cells += [f"{row[f'{name}_us']:.1f}", f"{100 * row[f'{name}_share']:.1f}", f"{row[f'{name}_gb_per_s']:.0f}"]
+        lines.append(f"| {_shape(row)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+ENGINES = {"fa3": "FA3", "cudnn": "cuDNN"}
 MODES = {
     "dynamic": "DynamicCache, eager",
     "inductor": "DynamicCache, Inductor",
@@ -98,6 +115,28 @@ def end_to_end(result: dict[str, Any]) -> str:
             best = min(r[key] for r in same if key in r and r["mode"] not in OURS)
             cells.append(f"{row[key]:{form}}" + (f" ({row[key] / best:.2f}x)" if row["mode"] in OURS else ""))
         lines.append(f"{start} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def prefill_end_to_end(result: dict[str, Any]) -> str:
+    """First token and peak by model, length and mode; ours also as a ratio to the best other mode."""
+    lines = ["| model | tokens | mode | first token, ms | runs, ms | peak, GiB |", "|---|---:|---|---:|---:|---:|"]
+    order = list(dict.fromkeys(row["model"] for row in result["rows"]))
+    for row in sorted(result["rows"], key=lambda row: (order.index(row["model"]), row["tokens"])):
+        start = f"| {row['model']} | {row['tokens']} | {MODES[row['mode']]}"
+        if "failed" in row:
+            lines.append(f"{start} | {row['failed']} | | |")
+            continue
+        others = [
+            r for r in result["rows"] if all(r[k] == row[k] for k in ("model", "tokens")) and r["mode"] not in OURS
+        ]
+        cells = []
+        for key, form in (("first_token_ms", ".0f"), ("peak_gib", ".2f")):
+            best = min((r[key] for r in others if key in r), default=None)
+            ratio = f" ({row[key] / best:.2f}x)" if row["mode"] in OURS and best is not None else ""
+            cells.append(f"{row[key]:{form}}{ratio}")
+        runs = ", ".join(f"{ms:.0f}" for ms in row["times_ms"])
+        lines.append(f"{start} | {cells[0]} | {runs} | {cells[1]} |")
     return "\n".join(lines)
 
 
@@ -244,9 +283,11 @@ COLUMNS = ("fa2", "cudnn", "fa3", "int8", "k8v4", "k6v4", "int4")
 TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str, str]] = {  # how, unit, where
     "kv_memory": (kv_memory, "MB", "README.md"),
     "end_to_end": (end_to_end, "medians", "README.md"),
+    "prefill_end_to_end": (prefill_end_to_end, "medians", "README.md"),
     "fidelity": (fidelity, "95% intervals", "README.md"),
     "decode_kernel": (decode_kernel, "median microseconds", "README.md"),
     "prefill_kernel": (prefill_kernel, "TFLOPS of medians", "README.md"),
+    "prefill_append": (prefill_append, "median microseconds", "DESIGN.md"),
     "int8_forms": (int8_forms, "95% intervals", "DESIGN.md"),
     "int4_forms": (int8_forms, "95% intervals", "DESIGN.md"),
     "int4_forms_guard": (int8_forms, "95% intervals", "DESIGN.md"),
@@ -268,15 +309,23 @@ def rendered(text: str, file: str) -> str:
     for name, (render, unit, where) in TABLES.items():
         if where != file:
             continue
-        result = json.loads((HERE / "results" / f"{name}.json").read_text())
-        about = result["about"]
-        note = f"{unit}; {about['device']}, torch {about['torch']}, {about['date']}, commit {about['commit']}"
         head, begin, rest = text.partition(f"<!-- {name} -->\n")
         _, end, tail = rest.partition(f"<!-- /{name} -->")
         if not begin or not end:
             raise ValueError(f"{file} has no <!-- {name} --> ... <!-- /{name} -->.")
-        text = f"{head}{begin}{render(result)}\n\n({note})\n{end}{tail}"
+        text = f"{head}{begin}{_table(name, render, unit)}\n{end}{tail}"
     return text
+
+
+def _table(name: str, render: Callable[[dict[str, Any]], str], unit: str) -> str:
+    """A table and where it is from, or that nothing has been measured yet."""
+    path = HERE / "results" / f"{name}.json"
+    if not path.exists():
+        return "(not measured yet)"
+    result = json.loads(path.read_text())
+    about = result["about"]
+    note = f"{unit}; {about['device']}, torch {about['torch']}, {about['date']}, commit {about['commit']}"
+    return f"{render(result)}\n\n({note})"
 
 
 def main() -> int:

@@ -56,8 +56,9 @@ def append_kv_triton(
         return
     # Tokens in the tail may complete one group more than the chunk alone.
     grid = triton.cdiv(q_len, layout.group_size) + 1, batch * heads, 2 * triton.cdiv(dim, BLOCK_D)
+    num_warps = 2 if min(layout.k_bits, layout.v_bits) >= 8 else 4  # the fewest that spill nothing
     with torch.cuda.device_of(k):
-        append_chunk[grid](k, v, *k.stride(), *v.stride(), *state, q_len, **sizes)
+        append_chunk[grid](k, v, *k.stride(), *v.stride(), *state, q_len, **sizes, num_warps=num_warps)
     seq_lens.add_(q_len)
 
 

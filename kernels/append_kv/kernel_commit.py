@@ -65,7 +65,7 @@ def _commit_halves(
     WIDTH: tl.constexpr = D // 2 if BITS == 4 else D
     token = tl.arange(0, GROUP)
     if BITS == 4:
-        dim = first // 2 + tl.arange(0, BLOCK_D // 2)
+        dim = first // BLOCK_D * (BLOCK_D // 2) + tl.arange(0, BLOCK_D // 2)  # a multiple that the compiler sees
         x = load_tokens(tail, new, token_stride, dim_stride, step, fill, total, dim, WIDTH, D, GROUP)
         y = load_tokens(tail, new, token_stride, dim_stride, step, fill, total, dim + WIDTH, D, D, GROUP)
         if IS_VALUE:
@@ -83,8 +83,9 @@ def _commit_halves(
         if QUANTISED:
             x = quantise_channels(x, scales, dim, D, D, LARGEST_OF_8)
     place = dim[None, :] * GROUP + token[:, None] if IS_VALUE else token[:, None] * WIDTH + dim[None, :]
-    plane = block + K_BYTES if IS_VALUE else block
-    tl.store(plane.to(tl.pointer_type(x.dtype)) + place, x, mask=(dim < WIDTH)[None, :])
+    plane = (block + K_BYTES if IS_VALUE else block).to(tl.pointer_type(x.dtype))
+    # Wider rows of keys would make threads load, and reduce, more channels of fewer tokens.
+    tl.store(tl.multiple_of(plane, 16 if IS_VALUE else 8) + place, x, mask=(dim < WIDTH)[None, :])
 
 
 @triton.jit
@@ -95,7 +96,7 @@ def _commit_quarters(
     """`commit` for keys of 6 bits."""
     scales = (block + K_BYTES + V_BYTES).to(tl.pointer_type(tl.float16))
     PART: tl.constexpr = D // 4
-    dim = first // 4 + tl.arange(0, BLOCK_D // 4)
+    dim = first // BLOCK_D * (BLOCK_D // 4) + tl.arange(0, BLOCK_D // 4)
     inside = (dim < PART)[None, :]
     row = block.to(tl.pointer_type(tl.int8)) + tl.arange(0, GROUP)[:, None] * (3 * PART) + dim[None, :]
     rests = tl.zeros([GROUP, BLOCK_D // 4], tl.int8)

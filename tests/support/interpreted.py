@@ -18,10 +18,10 @@ def run_compiled(file, folder):
 
 
 def repair_interpreter():
-    """Make Triton 3.6 interpret what it compiles: loops to a bound that a kernel computes, and bfloat16.
+    """Make Triton 3.6 interpret what it compiles: loops to a bound that a kernel computes, bfloat16, and fma.
 
     Its scalars are arrays of shape [1], which NumPy 2.4 refuses as an int. It multiplies the bits of bfloat16 numbers
-    instead of the numbers, and cuts float32 numbers off where it should round them.
+    instead of the numbers, and cuts float32 numbers off where it should round them. It rounds the product of an fma.
     """
     import numpy as np
     import torch
@@ -44,10 +44,16 @@ def repair_interpreter():
         rounded = torch.from_numpy(np.ascontiguousarray(src.data)).to(torch.bfloat16)
         return interpreter.TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
 
+    def create_fma(self, x, y, z):
+        """Of float32 numbers: their product is exact in float64."""
+        wide = x.data.astype(np.float64) * y.data + z.data
+        return interpreter.TensorHandle(wide.astype(z.data.dtype), z.dtype.scalar)
+
     builder, kind = interpreter.interpreter_builder, interpreter.InterpreterBuilder
     original_patch, interpreter._patch_lang_tensor = interpreter._patch_lang_tensor, patch_tensor
     dot, kind.create_dot = kind.create_dot, create_dot
     cast, kind.cast_impl = kind.cast_impl, cast_impl
+    kind.create_fma = create_fma
 
 
 if ON:

@@ -28,6 +28,7 @@ def compile_launch(monkeypatch, module, kernel, arch, call):
     driver = dict(get_current_device=int, get_current_stream=int, get_current_target=lambda: target)
     monkeypatch.setattr(triton.runtime.driver, "_active", types.SimpleNamespace(**driver))
     function, compiled = getattr(module, kernel), []
+    function.device_caches.clear()  # what was compiled for another target has the same key
 
     class Launches:
         def __getitem__(self, grid):

@@ -1,0 +1,63 @@
+"""Benchmarks in a small form on a CPU, and the tables that are made of their results."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parent.parent / "examples" / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Import a benchmark by name; it is forgotten afterwards."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if str(FOLDER) in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]
+
+
+def test_first_tokens_by_length(script, tmp_path, monkeypatch):
+    """Every length has its runs; one that does not fit says so, and those after it are measured."""
+    benchmark = script("prefill_end_to_end")
+    first_token = benchmark.first_token
+
+    def too_long(model, ids, options, device):
+        if ids.shape[1] == 50:
+            raise torch.OutOfMemoryError
+        return first_token(model, ids, options, device)
+
+    monkeypatch.setattr(benchmark, "first_token", too_long)
+    monkeypatch.setattr(benchmark, "LONG_S", 0.0)
+    try:
+        benchmark.measure("tiny", "dynamic", [40, 50, 60], tmp_path / "dynamic.json")
+        benchmark.measure("tiny", "gemkv", [40], tmp_path / "gemkv.json")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    rows = json.loads((tmp_path / "dynamic.json").read_text())["rows"]
+    assert [row["tokens"] for row in rows] == [40, 50, 60]
+    assert rows[1] == {"tokens": 50, "failed": "out of memory"}
+    assert rows[2]["times_ms"] == [rows[2]["warm_up_ms"]]  # of a run so long that there is one
+    (ours,) = json.loads((tmp_path / "gemkv.json").read_text())["rows"]
+    assert len(ours["times_ms"]) == 3 and sorted(ours["times_ms"])[1] == ours["first_token_ms"] < ours["warm_up_ms"]
+
+
+def test_the_table_of_first_tokens(script):
+    tables = script("tables")
+    same = {"model": "m", "batch": 1, "tokens": 32, "times_ms": [9.0, 10.0, 11.0]}
+    rows = [
+        {**same, "mode": "dynamic", "first_token_ms": 20.0, "peak_gib": 4.0},
+        {**same, "mode": "static", "first_token_ms": 10.0, "peak_gib": 8.0},
+        {**same, "mode": "gemkv", "first_token_ms": 5.0, "peak_gib": 3.0},
+        {"model": "m", "batch": 1, "tokens": 64, "mode": "dynamic", "failed": "out of memory"},
+        {**same, "tokens": 64, "mode": "gemkv", "first_token_ms": 7.0, "peak_gib": 3.0},
+    ]
+    lines = tables.prefill_end_to_end({"rows": rows}).splitlines()[2:]
+    assert lines[2] == "| m | 32 | **gemkv**, int8 | 5 (0.50x) | 9, 10, 11 | 3.00 (0.75x) |"
+    assert lines[3] == "| m | 64 | DynamicCache, eager | out of memory | | |"
+    assert lines[4] == "| m | 64 | **gemkv**, int8 | 7 | 9, 10, 11 | 3.00 |"
