@@ -11,21 +11,9 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
+sys.path.append(str(HERE))  # PYTHONSAFEPATH leaves a script's own folder out
 
-
-def kv_memory(result: dict[str, Any]) -> str:
-    """Bytes by length and format."""
-    lines = [
-        "| tokens | format | dense bfloat16 | paged (worst of 256) | ratio | codes | scales | tails | tables |",
-        "|---:|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for row in result["rows"]:
-        parts = " | ".join(f"{row[key] / 1e6:.2f}" for key in ("codes", "scales", "tail", "tables"))
-        dense, paged = row["dense"] / 1e6, row["bytes"] / 1e6
-        lines.append(
-            f"| {row['tokens']} | {row['format']} | {dense:.2f} | {paged:.2f} | {row['ratio']:.3f} | {parts} |"
-        )
-    return "\n".join(lines)
+from tables_memory import kv_memory, memory_end_to_end  # noqa: E402
 
 
 def decode_kernel(result: dict[str, Any]) -> str:
@@ -243,6 +231,7 @@ def _interval(estimate: dict[str, float], show: Callable[[float], str]) -> str:
 COLUMNS = ("fa2", "cudnn", "fa3", "int8", "k8v4", "k6v4", "int4")
 TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str, str]] = {  # how, unit, where
     "kv_memory": (kv_memory, "MB", "README.md"),
+    "memory_end_to_end": (memory_end_to_end, "PyTorch's allocator", "README.md"),
     "end_to_end": (end_to_end, "medians", "README.md"),
     "fidelity": (fidelity, "95% intervals", "README.md"),
     "decode_kernel": (decode_kernel, "median microseconds", "README.md"),
@@ -268,14 +257,17 @@ def rendered(text: str, file: str) -> str:
     for name, (render, unit, where) in TABLES.items():
         if where != file:
             continue
-        result = json.loads((HERE / "results" / f"{name}.json").read_text())
-        about = result["about"]
-        note = f"{unit}; {about['device']}, torch {about['torch']}, {about['date']}, commit {about['commit']}"
+        path = HERE / "results" / f"{name}.json"
+        table, note = "Not measured yet", f"by examples/benchmarks/{name}.py"
+        if path.exists():
+            result = json.loads(path.read_text())
+            table, about = render(result), result["about"]
+            note = f"{unit}; {about['device']}, torch {about['torch']}, {about['date']}, commit {about['commit']}"
         head, begin, rest = text.partition(f"<!-- {name} -->\n")
         _, end, tail = rest.partition(f"<!-- /{name} -->")
         if not begin or not end:
             raise ValueError(f"{file} has no <!-- {name} --> ... <!-- /{name} -->.")
-        text = f"{head}{begin}{render(result)}\n\n({note})\n{end}{tail}"
+        text = f"{head}{begin}{table}\n\n({note})\n{end}{tail}"
     return text
 
 
