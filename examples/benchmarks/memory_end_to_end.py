@@ -18,9 +18,9 @@ Figures are those of PyTorch's allocator, which counts each process apart:
 
 Beside them stands what `gemkv_compile.kv_memory` counted at the step with the largest ratio to the windowed cache's
 size, and what the report's formula says for it. Only `unwindowed`, a bf16 cache of all tokens in all layers, is
-computed from shapes. Gemma 2's attention is written out for this package, softcap and all; for DynamicCache it is PyTorch's
-fused one, which leaves the softcap out, since scores of 32,768 x 32,768 would not fit. On a CPU ("held" counts living
-tensors there) it can only be tried out, with `--models tiny`.
+computed from shapes. Gemma 2's attention is written out for this package, softcap and all; for DynamicCache it is
+PyTorch's fused one, which leaves the softcap out, since scores of 32,768 x 32,768 would not fit. On a CPU ("held"
+counts living tensors there) it can only be tried out, with `--models tiny`.
 """
 
 from __future__ import annotations
