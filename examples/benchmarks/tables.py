@@ -113,6 +113,22 @@ def fidelity(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def needles(result: dict[str, Any]) -> str:
+    """Needles found by format: by length of the context, by depth in it, and in all."""
+    cells = [cell for run in result["rows"] for cell in run["needles"]]
+    groups = [(key, each) for key in ("length", "depth") for each in sorted({cell[key] for cell in cells})]
+    heads = [f"{each:,} tokens" if key == "length" else f"depth {each:.0%}" for key, each in groups]
+    lines = [f"| model, dtype, path | format | {' | '.join(heads)} | all |", "|---|---|" + "---:|" * (len(heads) + 1)]
+    for run in result["rows"]:
+        what = ", ".join(run["about"][key] for key in ("model", "dtype", "path"))
+        for name in run["about"]["formats"]:
+            own = [cell for cell in run["needles"] if cell["format"] == name]
+            parts = [[cell for cell in own if cell[key] == each] for key, each in groups] + [own]
+            found = (f"{sum(c['found'] for c in part)}/{sum(c['asked'] for c in part)}" for part in parts)
+            lines.append(f"| {what} | {name} | {' | '.join(found)} |")
+    return "\n".join(lines)
+
+
 def int8_forms(result: dict[str, Any]) -> str:
     """KL and disagreement by way of scaling."""
     models = list(dict.fromkeys(row["model"] for row in result["rows"]))
@@ -240,6 +256,7 @@ TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str, str]] = {  # how, 
     "int4_forms": (int8_forms, "95% intervals", "DESIGN.md"),
     "int4_forms_guard": (int8_forms, "95% intervals", "DESIGN.md"),
     "fidelity_4bit": (fidelity, "95% intervals", "DESIGN.md"),
+    "needles": (needles, "found of asked", "DESIGN.md"),
     "quantised_peers": (quantised_peers, "95% intervals", "DESIGN.md"),
     "drop_policies": (drop_policies, "95% intervals", "DESIGN.md"),
     "matrix": (matrix, "tiny random models", "docs/matrix.md"),
@@ -258,7 +275,7 @@ def rendered(text: str, file: str) -> str:
         if where != file:
             continue
         path = HERE / "results" / f"{name}.json"
-        table, note = "Not measured yet", f"by examples/benchmarks/{name}.py"
+        table, note = "Not measured yet", f"no examples/benchmarks/results/{name}.json"
         if path.exists():
             result = json.loads(path.read_text())
             table, about = render(result), result["about"]
