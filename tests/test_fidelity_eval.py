@@ -306,9 +306,10 @@ def test_the_command(folder, tmp_path, capsys):
 
 
 def test_the_command_through_the_compiled_model(folder, tmp_path, capsys):
-    options = "--windows 70 --prompts 8 --formats int8 --path decode"
+    options = "--windows 70 --prompts 8 --formats int8 --path decode --inner eager"
     _, result, rows = evaluate(folder, tmp_path, capsys, options)
-    assert result["about"]["path"] == "decode" and rows["int8", 8]["tokens"] == 4 * 62
+    assert (result["about"]["path"], result["about"]["inner"]) == ("decode", "eager")
+    assert rows["int8", 8]["tokens"] == 4 * 62
     assert rows["int8", 8]["kl"]["low"] > 0
 
 

@@ -120,12 +120,31 @@ def test_older_handle_is_continued_through_a_fork():
     table = import_dense(PagePool(layout_of(), CPU), keys[:, :, :100], values[:, :, :100])
     old = handles(table)
     append(table, keys[:, :, 100:], values[:, :, 100:])
+    newer = handles(table)
     fork, start = continue_past(table.pool, 1, *old, 2)
     assert fork is not table and (fork.length, start) == (100, 0)
+    fork.unclaim()
     append(fork, -keys[:, :, 100:], -values[:, :, 100:])
     assert_rows(table, 0, 200, keys, values)
     assert_rows(fork, 100, 200, -keys[:, :, 100:], -values[:, :, 100:])
     assert_rows(fork, 0, 100, keys[:, :, :100], values[:, :, :100])
+    assert newer[0].table is table
+
+
+def test_pages_of_a_dead_continuation_return_when_the_older_handle_goes_on():
+    pool = PagePool(layout_of(page_size=64), CPU)
+    table = table_of(1, 100, pool=pool)
+    old, expected = handles(table), table.read(0, 100)
+    append(table, *dense_rows(1, 400))
+    newer = handles(table)
+    for pages in (7, 2):
+        fork, _ = continue_past(pool, 1, *old, 2)
+        fork.unclaim()
+        assert len(table.pages) == pages and (table.page_table != 0).sum() == pages
+        del fork
+        newer.clear()
+    assert pool.stats().pages == 2
+    assert_rows(table, 0, 100, *expected)
 
 
 def test_writing_to_a_shared_page_copies_it():
@@ -507,6 +526,9 @@ class TableMachine(RuleBasedStateMachine):
             return
         table, first = continue_past(self.pool, batch, *pair, 2)
         self.inherit(pair[0], table, range(batch))
+        if (old := pair[0].table) is not table:  # what continued it before and is dead by now holds no page
+            reach = max(handle.length for own, *_ in self.caches for handle in own if handle.table is old)
+            assert all(index * self.pool.layout.page_size < reach for index in old.pages)
         chosen = {}
         if drops:
             complete = range((length + tokens) // self.pool.layout.page_size)

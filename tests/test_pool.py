@@ -102,6 +102,20 @@ def test_slabs_grow_without_moving_and_are_given_back():
     assert pool.trim() == pool.stats().reserved + MIN_SLAB_BYTES or pool.stats().reserved == 0
 
 
+def test_little_stands_unused_however_a_pool_has_grown():
+    """A 64th of it, or the smallest slab; page by page, or a prompt first."""
+    layout = layout_of(page_size=64)
+    for prompt_pages in (0, 400 * MIN_SLAB_BYTES // layout.page_bytes):
+        pool = PagePool(layout, CPU)
+        pool.allocate(prompt_pages)
+        for _ in range(3):
+            pool.allocate(MIN_SLAB_BYTES // layout.page_bytes)
+            for _ in range(3):
+                pool.allocate(1)
+                stats = pool.stats()
+                assert stats.reserved - stats.in_use <= max(MIN_SLAB_BYTES, stats.reserved // 64)
+
+
 def test_giving_back_inside_an_allocation_does_not_deadlock():
     """A cache may die in a garbage collection that an allocation sets off."""
     pool = PagePool(layout_of(page_size=64), CPU)

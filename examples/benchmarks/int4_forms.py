@@ -9,6 +9,8 @@ more than a part of their variance, and say how many these are; "guarded" ones k
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from int8_forms import GROUP, Store, main
 from torch import Tensor
@@ -17,6 +19,7 @@ from gemkv_compile.fidelity.formats import TESTED, Format
 from gemkv_compile.kernels.formats import dequantise_groups, dequantise_values, quantise_groups, quantise_values
 
 EXACT = TESTED["int8"].stores
+SMALL = ("k6v4", "int4")
 CLIPS = [1 - step / 20 for step in range(9)]
 
 
@@ -112,6 +115,7 @@ FORMS = [
     TESTED["k8v4"],
     TESTED["k6v4"],
     TESTED["int4"],
+    *(replace(TESTED[name], name=f"{name}, no guard where there is a window", guards_windows=False) for name in SMALL),
     Format("keys of 6 bits, values by token, no guard", GROUP, channels(GROUP, 6), by_token),
     values("by token", by_token),
     values("by token, guarded", by_token, GROUP),

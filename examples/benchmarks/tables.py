@@ -11,21 +11,9 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
+sys.path.append(str(HERE))  # PYTHONSAFEPATH leaves a script's own folder out
 
-
-def kv_memory(result: dict[str, Any]) -> str:
-    """Bytes by length and format."""
-    lines = [
-        "| tokens | format | dense bfloat16 | paged (worst of 256) | ratio | codes | scales | tails | tables |",
-        "|---:|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for row in result["rows"]:
-        parts = " | ".join(f"{row[key] / 1e6:.2f}" for key in ("codes", "scales", "tail", "tables"))
-        dense, paged = row["dense"] / 1e6, row["bytes"] / 1e6
-        lines.append(
-            f"| {row['tokens']} | {row['format']} | {dense:.2f} | {paged:.2f} | {row['ratio']:.3f} | {parts} |"
-        )
-    return "\n".join(lines)
+from tables_memory import kv_memory, memory_end_to_end  # noqa: E402
 
 
 def decode_kernel(result: dict[str, Any]) -> str:
@@ -164,6 +152,22 @@ def fidelity(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def needles(result: dict[str, Any]) -> str:
+    """Needles found by format: by length of the context, by depth in it, and in all."""
+    cells = [cell for run in result["rows"] for cell in run["needles"]]
+    groups = [(key, each) for key in ("length", "depth") for each in sorted({cell[key] for cell in cells})]
+    heads = [f"{each:,} tokens" if key == "length" else f"depth {each:.0%}" for key, each in groups]
+    lines = [f"| model, dtype, path | format | {' | '.join(heads)} | all |", "|---|---|" + "---:|" * (len(heads) + 1)]
+    for run in result["rows"]:
+        what = ", ".join(run["about"][key] for key in ("model", "dtype", "path"))
+        for name in run["about"]["formats"]:
+            own = [cell for cell in run["needles"] if cell["format"] == name]
+            parts = [[cell for cell in own if cell[key] == each] for key, each in groups] + [own]
+            found = (f"{sum(c['found'] for c in part)}/{sum(c['asked'] for c in part)}" for part in parts)
+            lines.append(f"| {what} | {name} | {' | '.join(found)} |")
+    return "\n".join(lines)
+
+
 def int8_forms(result: dict[str, Any]) -> str:
     """KL and disagreement by way of scaling."""
     models = list(dict.fromkeys(row["model"] for row in result["rows"]))
@@ -282,6 +286,7 @@ def _interval(estimate: dict[str, float], show: Callable[[float], str]) -> str:
 COLUMNS = ("fa2", "cudnn", "fa3", "int8", "k8v4", "k6v4", "int4")
 TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str, str]] = {  # how, unit, where
     "kv_memory": (kv_memory, "MB", "README.md"),
+    "memory_end_to_end": (memory_end_to_end, "PyTorch's allocator", "README.md"),
     "end_to_end": (end_to_end, "medians", "README.md"),
     "prefill_end_to_end": (prefill_end_to_end, "medians", "README.md"),
     "fidelity": (fidelity, "95% intervals", "README.md"),
@@ -292,6 +297,7 @@ TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str, str]] = {  # how, 
     "int4_forms": (int8_forms, "95% intervals", "DESIGN.md"),
     "int4_forms_guard": (int8_forms, "95% intervals", "DESIGN.md"),
     "fidelity_4bit": (fidelity, "95% intervals", "DESIGN.md"),
+    "needles": (needles, "found of asked", "DESIGN.md"),
     "quantised_peers": (quantised_peers, "95% intervals", "DESIGN.md"),
     "drop_policies": (drop_policies, "95% intervals", "DESIGN.md"),
     "matrix": (matrix, "tiny random models", "docs/matrix.md"),

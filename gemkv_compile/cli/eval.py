@@ -77,7 +77,9 @@ def _path(model: Any, formats: Any, arguments: argparse.Namespace) -> tuple[str,
     from gemkv_compile.fidelity.parallel_path import ParallelPath
 
     way = arguments.path or ("parallel" if arguments.device == "cpu" else "decode")
-    return way, (DecodePath if way == "decode" else ParallelPath)(model, formats)
+    if way == "decode":
+        return way, DecodePath(model, formats, arguments.inner)
+    return way, ParallelPath(model, formats)
 
 
 def _device(name: str) -> Any:
@@ -100,7 +102,7 @@ def _about(title: str, way: str, formats: Any, arguments: argparse.Namespace) ->
     import transformers
 
     device = torch.device(arguments.device)
-    kept = ("tokens", "windows", "prompts", "every_prompt", "seed", "dtype", "lengths", "drop", "keep")
+    kept = ("tokens", "windows", "prompts", "every_prompt", "seed", "dtype", "lengths", "drop", "keep", "inner")
     return {
         "model": title,
         "path": way,

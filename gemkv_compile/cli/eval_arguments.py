@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gemkv_compile.cli.models import MODEL_NAMES
+from gemkv_compile.options import INNER_COMPILERS
 
 
 def add_eval(commands: Any) -> argparse.ArgumentParser:
@@ -63,6 +64,12 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
         choices=("decode", "parallel"),
         help="decode: the compiled model, token by token (default on a GPU); "
         "parallel: the same reads in one forward a window (default on a CPU)",
+    )
+    parser.add_argument(
+        "--inner",
+        choices=INNER_COMPILERS,
+        default="auto",
+        help="compiler of the rewritten graphs of --path decode (auto); eager: nothing to wait for, slower steps",
     )
     parser.add_argument("--batch", type=_count, help="windows that run together (decode 16, parallel 1)")
     parser.add_argument("--seed", type=int, default=0, help="of intervals and needles (default 0)")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gemkv_compile.errors import GemkvError
-from gemkv_compile.fidelity.drops import holes_of
+from gemkv_compile.fidelity.drops import holes_of, window_of
 from gemkv_compile.fidelity.formats import Format
 
 NAME = "gemkv_fidelity"
@@ -59,12 +59,13 @@ def window_attention(form: Format, prompt: int) -> Callable[..., tuple[Tensor, N
     ) -> tuple[Tensor, None]:
         _check(query, key, attention_mask, options)
         keys, values, done, parts = key.clone(), value.clone(), 0, list[Tensor]()
-        holes = holes_of(form.drop, module, query, attention_mask, options, form.guard)
+        guard = form.guard if form.guards_windows or window_of(module, options) is None else 0
+        holes = holes_of(form.drop, module, query, attention_mask, options, guard)
         for first, end, stored in holes.split(runs(query.shape[2], prompt, form.group)):
             before = min(stored, first // form.group * form.group)
             for until in (before, stored):
                 if until > done:
-                    new = slice(max(done, form.guard), max(until, form.guard))
+                    new = slice(max(done, guard), max(until, guard))
                     for rows, store in zip((keys, values), form.stores, strict=True):
                         rows[:, :, new] = store(rows[:, :, new])
                     done = until

@@ -27,14 +27,16 @@ class DecodePath:
     Args:
         model: A causal language model of Transformers, in eval mode.
         formats: What to run; formats of the product run compiled.
+        inner: Compiler of the rewritten graphs, as in `Options`.
     Raises (when called):
         StrictError: the backend keeps an attention of this model.
         GemkvError: a peer's cache does not work with this model, or its library is not installed.
     """
 
-    def __init__(self, model: Any, formats: Sequence[Format]) -> None:
+    def __init__(self, model: Any, formats: Sequence[Format], inner: str = "auto") -> None:
         self.model = model
         self.formats = tuple(formats)
+        self._inner = inner
         self._calls = {form.name: self._call(form) for form in self.formats}
 
     @torch.no_grad()
@@ -54,6 +56,7 @@ class DecodePath:
     def _call(self, form: Format) -> Callable[..., Any]:
         if form.kv_format:
             options: dict[str, Any] = {"kv_format": form.kv_format, "drop": form.drop, "strict": True}
+            options["inner"] = self._inner
             return torch.compile(self.model, backend="gemkv", options=options)
         return _written_out(self.model) if form.written_out else self.model
 

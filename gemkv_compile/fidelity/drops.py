@@ -144,8 +144,14 @@ def holes_of(
     policy: Policy | None, module: Any, query: Tensor, mask: Tensor, options: dict[str, Any], guard: int
 ) -> Holes:
     """The holes of an attention module of Transformers that is called with these options."""
-    window = options.get("sliding_window") or getattr(module, "sliding_window", None)
+    window = window_of(module, options)
     scale = options.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     layer = getattr(module, "layer_idx", 0)
     return Holes(policy, layer, window is not None, query, mask, scale, options.get("softcap"), guard)
+
+
+def window_of(module: Any, options: dict[str, Any]) -> int | None:
+    """The window of an attention module of Transformers that is called with these options, or None."""
+    window: int | None = options.get("sliding_window") or getattr(module, "sliding_window", None)
+    return window

@@ -36,6 +36,7 @@ class Format:
         store: Maps keys [..., n * group, head_dim] to what reading them back gives, same shape and dtype.
         store_values: The same for values; None: as keys.
         guard: Tokens at the start of a sequence that stay as they are.
+        guards_windows: Whether that is so in layers with a window too; the parallel path alone can leave them out.
         written_out: Attention is matmul, softmax, matmul instead of the fused operator.
         kv_format: The product's format that this is, or "" for one that the product does not have.
         drop: A policy that drops pages of the cache, or None.
@@ -47,6 +48,7 @@ class Format:
     store: Callable[[Tensor], Tensor]
     store_values: Callable[[Tensor], Tensor] | None = None
     guard: int = 0
+    guards_windows: bool = True
     written_out: bool = False
     kv_format: str = ""
     drop: Policy | None = None

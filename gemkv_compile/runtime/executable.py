@@ -101,9 +101,10 @@ class Executable:
                 self._dropper.drop(outputs, args, tables, starts, sizes, unneeded)
             for table, (_, num_tokens) in zip(tables, sizes, strict=True):
                 table.commit(num_tokens)
+            # Before others may continue the tables: rows that no handle shows may be given back then.
+            return self._wrap(args, outputs, tables, starts, values)
         finally:
             _end(tables)
-        return self._wrap(args, outputs, tables, starts, values)
 
     def _run(
         self, args: Sequence[Any], tables: list[PageTable], starts: list[int], sizes: list[tuple[int, int]]

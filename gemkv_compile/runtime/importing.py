@@ -78,6 +78,7 @@ def continue_past(
         return table, start
     try:
         fork = table.fork(start, length)
+        table.release_unreachable(newer=True)  # what another continuation has appended, if it is dead by now
     finally:
         table.unclaim()
     fork.claim()

@@ -231,14 +231,14 @@ class PageTable(PageState):
             self.pages, self._reservation, self._leaving = reservation.before, None, reservation.taken
             self._give_back_leaving()
 
-    def release_unreachable(self) -> None:
-        """Give back every page that no living handle can see."""
-        alive = self._living_handles()
+    def release_unreachable(self, newer: bool = False) -> None:
+        """Give back every page before all rows that a living handle can see and, if `newer`, every page after them."""
+        alive, size = self._living_handles(), self.page_size
         if not alive:
             return
-        first = min(handle.start for handle in alive) // self.pool.layout.page_size
-        dead = [index for index in self.pages if index < first]
-        if dead:
+        first = min(handle.start for handle in alive) // size
+        end = max(handle.length for handle in alive) if newer and not self.is_appending else self.length
+        if dead := [index for index in self.pages if index < first or index * size >= end]:
             self.clear_entries(dead)
             for index in dead:
                 self.pool.give_back(self.pages.pop(index))

@@ -17,6 +17,7 @@ from gemkv_compile.runtime.streams import StreamOrder
 
 MIN_SLAB_BYTES = 1 << 20
 MAX_SLAB_BYTES = 64 << 20
+GROWTH = 64  # a slab that one more page asks for has a 64th of what there is: no more stands unused for it
 
 
 @dataclass
@@ -179,7 +180,7 @@ class PagePool:
 
     def _grow(self, missing: int) -> None:
         reserved = sum(slab.memory.numel() for slab in self._slabs.values())
-        wanted = min(max(reserved, MIN_SLAB_BYTES), MAX_SLAB_BYTES) // self.layout.page_bytes
+        wanted = min(max(reserved // GROWTH, MIN_SLAB_BYTES), MAX_SLAB_BYTES) // self.layout.page_bytes
         num_pages = int(min(max(missing, wanted), self._room()))
         with torch.inference_mode(False):
             memory = torch.empty(num_pages * self.layout.page_bytes, dtype=torch.uint8, device=self.device)
