@@ -23,11 +23,11 @@ def bytes_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor
 _compare_addresses: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # in builds with CUDA
 
 
-def same_addresses(tensors: list[Any], addresses: list[int]) -> bool:
-    """Whether the tensors are at these addresses."""
+def same_addresses(tensors: Sequence[torch.Tensor], addresses: list[int]) -> bool:
+    """Whether the tensors are at these addresses; fast, since each step asks it of all weights."""
     if _compare_addresses is None:
-        return [tensor.data_ptr() for tensor in tensors] == addresses
-    return bool(_compare_addresses(tensors, addresses, list(range(len(addresses)))))
+        return list(map(torch.Tensor.data_ptr, tensors)) == addresses
+    return bool(_compare_addresses(list(tensors), addresses, list(range(len(addresses)))))
 
 
 def end_failed_capture(device: torch.device, pool: Any) -> None:

@@ -86,6 +86,8 @@ class SymbolTable:
         readers = [self._readers[symbol] for symbol in symbols]
         if expr.is_Symbol:
             return readers[0]
+        if len(readers) == 1 and (expr - symbols[0]).is_Integer:
+            return _shifted(readers[0], int(expr - symbols[0]))
         compute = sympy.lambdify(symbols, expr, modules=[_RUNTIME, "math"])
         return lambda args: int(compute(*(read(args) for read in readers)))
 
@@ -112,6 +114,11 @@ class SymbolTable:
 
 def _dim_reader(index: int, dim: int) -> Callable[[Sequence[Any]], int]:
     return lambda args: int(args[index].shape[dim])
+
+
+def _shifted(read: Callable[[Sequence[Any]], int], by: int) -> Callable[[Sequence[Any]], int]:
+    """A length after a step: at each call one is asked for in every layer."""
+    return lambda args: read(args) + by
 
 
 _NODE_FORMS: dict[Any, Callable[..., Any]] = {

@@ -15,7 +15,8 @@ from tiny_models import build, generated, greedy, prompt, tuple_model
 import gemkv_compile
 from gemkv_compile.errors import PoolExhausted
 from gemkv_compile.kernels import ops
-from gemkv_compile.runtime import executable, page_table, pool, reservation
+from gemkv_compile.runtime import handle_refs, page_table, pool, reservation
+from gemkv_compile.runtime.handle_refs import HandleRefs
 from gemkv_compile.runtime.importing import import_dense
 from gemkv_compile.runtime.page_table import PageTable
 from gemkv_compile.runtime.pool import PagePool, pools
@@ -79,8 +80,8 @@ POINTS = {
     "after begin": (PageTable, "begin", True),
     "before commit": (PageTable, "commit", False),
     "after commit": (PageTable, "commit", True),
-    "before wrapping": (executable, "make_handle", False),
-    "after wrapping": (executable, "make_handle", True),
+    "before a handle": (HandleRefs, "append", False),
+    "after a handle": (HandleRefs, "append", True),
     "in the clean-up": (PageTable, "end", True),
 }
 
@@ -91,7 +92,7 @@ def compiled():
     return gemkv_compile.compile(build("gemma3"), kv_format="model", strict=True)
 
 
-LESS = ("before begin", "after begin", "after commit", "before wrapping")
+LESS = ("before begin", "after begin", "after commit", "before a handle")
 
 
 @pytest.mark.parametrize("point", tiers([each for each in POINTS if each not in LESS], [(each,) for each in LESS]))
@@ -188,7 +189,7 @@ def test_a_pool_of_each_size_that_is_too_small():
     assert sizes == [4, 4, 4]  # 2 sequences of 2 layers; 60 tokens and 4 more fill the first group
 
 
-LINES_OF = {module.__file__ for module in (page_table, pool, reservation)}
+LINES_OF = {module.__file__ for module in (page_table, handle_refs, pool, reservation)}
 # CPython handles no signal at these lines: nothing is called between a lock and what protects it.
 NO_SIGNAL = ("with self._lock:", "try:", "self._lock.release()")
 # On the way into give_back, and while a pool takes pages in, an interrupt still loses the pages that are on their way.

@@ -395,7 +395,7 @@ def test_dead_handles_are_forgotten():
     for _ in range(500):
         make_handle(table, KEYS, 0, 10)
     append(table, *dense_rows(1, 1))
-    assert len(table._handles) == 1 and kept.length == 10
+    assert len(table.handles) == 1 and kept.length == 10
 
 
 def test_an_edited_handle_lets_go_of_the_pages_it_stood_for():

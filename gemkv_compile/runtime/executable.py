@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 from collections.abc import Callable, Sequence
@@ -16,12 +17,14 @@ from gemkv_compile.plan import (
     Computed,
     Passed,
     Size,
+    Sized,
     SizeTensor,
     TablePlan,
 )
 from gemkv_compile.runtime.dropping import Chosen, Dropper
 from gemkv_compile.runtime.handle import PagedKVTensor, make_handle
 from gemkv_compile.runtime.importing import continue_past
+from gemkv_compile.runtime.newest import NewestPasts, NewestRows
 from gemkv_compile.runtime.padding import aligned_padding
 from gemkv_compile.runtime.page_table import PageTable
 from gemkv_compile.runtime.pool import PagePool, pools
@@ -60,6 +63,17 @@ class Executable:
         self._pools = [pools.get(table.layout, table.device, table.pool_bytes) for table in plan.tables]
         self._warned: set[str] = set()
         self._has_places = any(table.buffer is not None for table in plan.tables)
+        self._newest = None if self._has_places or dropper else NewestPasts(plan.tables, self._pools)
+        self._rows = None if self._has_places else NewestRows(plan.tables, self._pools)
+        self._sizes = [(table.batch, table.num_tokens) for table in plan.tables]
+        self._has_fixed_sizes = all(isinstance(size, int) for pair in self._sizes for size in pair)
+        results = list(enumerate(plan.results))
+        self._computed = [(i, source.position) for i, source in results if isinstance(source, Computed)]
+        self._passed = [(i, source.index) for i, source in results if isinstance(source, Passed)]
+        self._sized: dict[Size, list[int]] = {}
+        for i, source in results:
+            if isinstance(source, Sized):
+                self._sized.setdefault(source.size, []).append(i)
         self._is_fresh = True
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
@@ -77,23 +91,19 @@ class Executable:
         if self._has_places:
             give_up_storage(plan.tables, args)
         values = _Values(args)
-        sizes = [(values.of(table.batch), values.of(table.num_tokens)) for table in plan.tables]
-        tables: list[PageTable] = []
+        sizes: Any = self._sizes
+        if not self._has_fixed_sizes:
+            sizes = [(values.of(batch), values.of(num_tokens)) for batch, num_tokens in sizes]
+        tables: list[PageTable] = []  # claimed for this call
         starts: list[int] = []
         unneeded: list[Chosen | None] = []
-        positions = read_positions(plan.tables, args) if self._has_places else [None] * len(sizes)
         try:
-            for table_plan, pool, size, position in zip(plan.tables, self._pools, sizes, positions, strict=True):
-                found = _continue(pool, table_plan, args, position, size)
-                if found is None:
-                    return self._run_original(args, _OTHER_PLACES)
-                tables.append(found[0])  # claimed for this call
-                starts.append(found[1])
-                if not _prepare(*found, table_plan):
-                    return self._run_original(args, _MORE_ROWS)
-                if self._dropper is not None:
-                    unneeded.append(self._dropper.chosen_before(len(unneeded), found[0], size[1]))
-                found[0].begin(size[1], table_plan.keep, found[1], unneeded[-1] if unneeded else None)
+            if self._newest is not None:
+                self._newest.begin(args, sizes, tables, starts)
+            if len(tables) < len(sizes):
+                why_not = self._begin(args, sizes, tables, starts, unneeded)
+                if why_not is not None:
+                    return self._run_original(args, why_not)
             outputs = self._run(args, tables, starts, sizes)
             if torch.is_grad_enabled():
                 _hold_pages(outputs, tables)
@@ -105,6 +115,31 @@ class Executable:
             return self._wrap(args, outputs, tables, starts, values)
         finally:
             _end(tables)
+
+    def _begin(
+        self,
+        args: Sequence[Any],
+        sizes: list[tuple[int, int]],
+        tables: list[PageTable],
+        starts: list[int],
+        unneeded: list[Chosen | None],
+    ) -> str | None:
+        """Claim and begin the tables that have not been yet; returns why the call is not covered, if so."""
+        positions = read_positions(self._plan.tables, args) if self._has_places else [None] * len(sizes)
+        caches = list(zip(self._plan.tables, self._pools, sizes, positions, strict=True))
+        for plan, pool, size, position in caches[len(tables) :]:
+            found = _continue(pool, plan, args, position, size)
+            if found is None:
+                return _OTHER_PLACES
+            table, start = found
+            tables.append(table)
+            starts.append(start)
+            if not _prepare(table, start, plan):
+                return _MORE_ROWS
+            if self._dropper is not None:
+                unneeded.append(self._dropper.chosen_before(len(unneeded), table, size[1]))
+            table.begin(size[1], plan.keep, start, unneeded[-1] if unneeded else None)
+        return None
 
     def _run(
         self, args: Sequence[Any], tables: list[PageTable], starts: list[int], sizes: list[tuple[int, int]]
@@ -140,14 +175,31 @@ class Executable:
         starts: list[int],
         values: _Values,
     ) -> tuple[Any, ...]:
-        results: list[Any] = []
-        for source in self._plan.results:
-            if isinstance(source, Computed):
-                results.append(outputs[source.position])
-            elif isinstance(source, Passed):
-                results.append(args[source.index])
+        results: list[Any] = [None] * len(self._plan.results)
+        for i, position in self._computed:
+            results[i] = outputs[position]
+        for i, index in self._passed:
+            results[i] = args[index]
+        for size, places in self._sized.items():
+            value = size if isinstance(size, int) else size(args)
+            for i in places:
+                results[i] = value
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+            if self._rows is not None:
+                self._rows.show(results, tables, starts)
             else:
-                results.append(None if source is None else values.of(source.size))
+                self._show_places(results, args, tables, starts, values)
+        return tuple(results)
+
+    def _show_places(
+        self,
+        results: list[Any],
+        args: Sequence[Any],
+        tables: list[PageTable],
+        starts: list[int],
+        values: _Values,
+    ) -> None:
+        """Put handles among the results where some caches have fixed places; those written into show the new rows."""
         for plan, table, start in zip(self._plan.tables, tables, starts, strict=True):
             places = None if plan.buffer is None else values.of(plan.buffer.places)
             length = table.length
@@ -157,7 +209,6 @@ class Executable:
             if plan.buffer is not None:
                 for past in _written_pasts(plan, args):
                     past.stand_for(table, start if plan.keep is None else max(start, length - plan.keep), length)
-        return tuple(results)
 
     def _run_original(self, args: Sequence[Any], why: str) -> tuple[Any, ...]:
         if why not in self._warned:

@@ -16,7 +16,13 @@ from gemkv_compile.errors import GemkvError, ReleasedHandle
 from gemkv_compile.runtime.page_table import PageTable
 
 KEYS, VALUES = 0, 1
-_SIZE = torch.Tensor.size
+_plainly: Any = torch._C._disabled_torch_function_impl
+_TENSOR: Any = torch.Tensor
+# Dynamo takes sizes from each handle at each call; `generate` and caches ask for lengths.
+_ASKED_EACH_STEP = frozenset(
+    [_TENSOR.size, _TENSOR.stride, _TENSOR.dim, _TENSOR.numel]
+    + [getattr(_TENSOR, name).__get__ for name in ("shape", "dtype", "device", "ndim")]
+)
 
 
 class PagedKVTensor(torch.Tensor):
@@ -46,12 +52,8 @@ class PagedKVTensor(torch.Tensor):
         ReleasedHandle: the rows were given back with `release`.
     """
 
-    table: PageTable
+    rows: tuple[PageTable, int, int, int, int | None]  # one object for keys and values where they are made together
     role: int
-    start: int
-    length: int
-    seq_dim: int
-    places: int | None
     _marker: torch.Tensor
 
     @staticmethod
@@ -76,9 +78,8 @@ class PagedKVTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is _SIZE or torch.compiler.is_dynamo_compiling():  # guards ask for sizes at each call
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+        if func in _ASKED_EACH_STEP or torch.compiler.is_dynamo_compiling():
+            return _plainly(func, types, args, kwargs or {})
         from gemkv_compile.runtime.handle_ops import apply
 
         return apply(func, args, kwargs or {})
@@ -91,9 +92,34 @@ class PagedKVTensor(torch.Tensor):
         return func(*args, **kwargs)
 
     @property
+    def table(self) -> PageTable:
+        """Where the rows are."""
+        return self.rows[0]
+
+    @property
+    def start(self) -> int:
+        """The first row."""
+        return self.rows[1]
+
+    @property
+    def length(self) -> int:
+        """The end of the rows: tokens of the table when the handle was made."""
+        return self.rows[2]
+
+    @property
+    def seq_dim(self) -> int:
+        """The dimension of the tokens, 1 or 2."""
+        return self.rows[3]
+
+    @property
+    def places(self) -> int | None:
+        """Rows that a static cache has room for; None for a cache that grows."""
+        return self.rows[4]
+
+    @property
     def is_shell(self) -> bool:
         """Whether this is a traced stand-in that has a shape and nothing else."""
-        return "table" not in self.__dict__
+        return "rows" not in self.__dict__
 
     def materialise(self) -> torch.Tensor:
         """The rows as a dense tensor of its own, in the model's precision."""
@@ -116,7 +142,7 @@ class PagedKVTensor(torch.Tensor):
 
     def stand_for(self, table: PageTable, start: int, length: int) -> None:
         """Become the handle of other rows, of the same shape."""
-        former, self.table, self.start, self.length = self.table, table, start, length
+        former, self.rows = self.table, (table, start, length, *self.rows[3:])
         if former is not table:
             table.register(self)
 
@@ -179,16 +205,14 @@ def make_handle(
     """A handle of rows [start, length) of `table`, of a static cache with room for `places`; role: KEYS or VALUES."""
     if table.released:
         raise ReleasedHandle("A paged key/value cache")
-    rows, heads, marker = length - start if places is None else places, table.num_kv_heads, table.marker
-    shape = (table.batch, heads, rows, table.head_dim) if seq_dim == 2 else (table.batch, rows, heads, table.head_dim)
+    shape, marker = table.shape_of(length - start if places is None else places, seq_dim), table.marker
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             handle = PagedKVTensor(shape, marker.dtype, marker.device)
     else:
         handle = PagedKVTensor(shape, marker.dtype, marker.device)
     handle._marker = marker
-    handle.table, handle.role, handle.start, handle.length, handle.seq_dim = table, role, start, length, seq_dim
-    handle.places = places
+    handle.rows, handle.role = (table, start, length, seq_dim, places), role
     table.register(handle)
     return handle
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -68,9 +67,6 @@ def continue_past(
         CacheMismatch: the past is not one of `batch` sequences that fit the pool.
         ReleasedHandle: the past was released.
     """
-    newest = _newest(pool, batch, past_keys, past_values, seq_dim)
-    if newest is not None:
-        return newest
     table, start = _find_table(pool, batch, past_keys, past_values, seq_dim)
     length = past_keys.length if isinstance(past_keys, PagedKVTensor) and past_keys.table is table else table.length
     table.claim()
@@ -83,22 +79,6 @@ def continue_past(
         table.unclaim()
     fork.claim()
     return fork, start
-
-
-def _newest(pool: PagePool, batch: int, keys: Any, values: Any, seq_dim: int) -> tuple[PageTable, int] | None:
-    """The table of a pair that is all of its newest rows, claimed, and their start: the case of each decode step."""
-    if type(keys) is not PagedKVTensor or type(values) is not PagedKVTensor:
-        return None
-    table, start, length = keys.table, keys.start, keys.length
-    same_rows = values.table is table and values.start == start and values.length == length and start < length
-    in_place = keys.role == KEYS and values.role == VALUES and keys.seq_dim == seq_dim == values.seq_dim
-    if not (same_rows and in_place and table.pool is pool and table.batch == batch):
-        return None
-    table.claim()
-    if table.length == length and not table.is_appending and not table.released:
-        return table, start
-    table.unclaim()
-    return None
 
 
 def _find_table(

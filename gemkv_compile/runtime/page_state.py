@@ -63,6 +63,11 @@ class PageState:
         self.num_kv_heads, self.head_dim = pool.layout.num_kv_heads, pool.layout.head_dim
         self._use(DeviceState.new(pool.layout, batch, FIRST_MAX_PAGES, pool.device))
 
+    def shape_of(self, rows: int, seq_dim: int) -> tuple[int, int, int, int]:
+        """The shape of that many rows of keys or values, with the tokens in dimension 1 or 2."""
+        heads = self.num_kv_heads
+        return (self.batch, heads, rows, self.head_dim) if seq_dim == 2 else (self.batch, rows, heads, self.head_dim)
+
     def _use(self, state: DeviceState) -> None:
         self.page_table, self.seq_lens = state.page_table, state.seq_lens
         self.starts, self.tail = state.starts, state.tail

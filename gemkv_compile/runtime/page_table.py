@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,12 +11,11 @@ from typing import Any
 import torch
 
 from gemkv_compile.errors import DroppedRows, GemkvError, ReleasedHandle
+from gemkv_compile.runtime.handle_refs import HandleRefs
 from gemkv_compile.runtime.observed import Observed
 from gemkv_compile.runtime.page_state import PageState
 from gemkv_compile.runtime.pool import PagePool
 from gemkv_compile.runtime.reservation import Reservation
-
-MANY_HANDLES = 64  # dead ones included, until they are looked through
 
 
 class PageTable(PageState):
@@ -36,10 +34,10 @@ class PageTable(PageState):
         self.last_selection: tuple[Any, weakref.ref[PageTable]] | None = None  # see `handle_views.select_rows`
         self.observed: Observed | None = None
         self._reservation: Reservation | None = None
+        self._unused = Reservation({})  # for appends that change no page, which most are
         self._leaving: Sequence[int] = ()  # pages to give back next, also after an interrupt
         self._lock = threading.RLock()
-        self._handles: deque[weakref.ref[Any]] = deque()  # any thread appends; only a claim takes out
-        self._room_for_handles = MANY_HANDLES
+        self.handles = HandleRefs()
 
     def __del__(self) -> None:
         reservation: Reservation | None = getattr(self, "_reservation", None)
@@ -53,7 +51,7 @@ class PageTable(PageState):
     @property
     def has_readers(self) -> bool:
         """Whether a handle shows rows of the table, or a call is using it."""
-        alive = (ref() for ref in list(self._handles))
+        alive = (ref() for ref in list(self.handles))
         shown = any(handle is not None and handle.table is self for handle in alive)
         return shown or self.is_appending or self._is_used_elsewhere()
 
@@ -75,26 +73,11 @@ class PageTable(PageState):
 
     def register(self, handle: Any) -> None:
         """Note that `handle` can see rows from `handle.start` on, for as long as it lives."""
-        self._handles.append(weakref.ref(handle))
+        self.handles.append(weakref.ref(handle))
 
     def unregister(self, handle: Any) -> None:
         """Hold no reference to `handle`, for a caller that has claimed the table or alone knows it."""
-        for _ in range(len(self._handles)):
-            if self._handles[0]() is not handle:
-                self._handles.append(self._handles[0])
-            self._handles.popleft()
-
-    def _living_handles(self) -> list[Any]:
-        """Handles of this table, for a caller that has claimed it; those that are dead are forgotten."""
-        alive = []
-        for _ in range(len(self._handles)):
-            handle = self._handles[0]()
-            if handle is not None and handle.table is self:
-                self._handles.append(self._handles[0])  # before it leaves: an interrupt in between loses none
-                alive.append(handle)
-            self._handles.popleft()
-        self._room_for_handles = max(MANY_HANDLES, 2 * len(alive))
-        return alive
+        self.handles.leave_out(handle)
 
     def claim(self) -> None:
         """Wait for other threads that use this table, and keep them out until `end` or `unclaim`."""
@@ -103,6 +86,14 @@ class PageTable(PageState):
     def try_claim(self) -> bool:
         """Claim the table if no other thread uses it; returns whether it did."""
         return self._lock.acquire(blocking=False)
+
+    def claim_newest(self, length: int) -> bool:
+        """Claim the table, as `claim` does, unless it has not `length` rows or may not be appended to."""
+        self._lock.acquire()
+        if self.length == length and self._reservation is None and not self.released:
+            return True
+        self.unclaim()
+        return False
 
     def unclaim(self) -> None:
         """Let other threads in again."""
@@ -122,7 +113,8 @@ class PageTable(PageState):
     def end(self) -> None:
         """Undo what was begun and not committed, and let other threads in again."""
         try:
-            self.abort()
+            if self._reservation is not None or self._leaving:
+                self.abort()
         finally:
             self.unclaim()
 
@@ -146,17 +138,19 @@ class PageTable(PageState):
             raise GemkvError("This page table has an append under way: commit or abort it before the next one begins.")
         if start and self.pages and next(iter(self.pages)) < start // self.page_size:
             self.release_unreachable()
-        if len(self._handles) > self._room_for_handles:
-            self._living_handles()
+        if len(self.handles) > self.handles.room:
+            self.handles.forget(self)
         first, last = self.length // self.group_size, self.groups_after(num_tokens)
-        self._reservation = Reservation(self.pages)
-        if first < last:
-            try:
-                wanted = self._wanted_pages(first, last, num_tokens, keep)
-                self._reserve(self._reservation, wanted, num_tokens, without or {})
-            except BaseException:
-                self.abort()
-                raise
+        if first == last:
+            self._unused.before = self.pages
+            self._reservation = self._unused
+            return
+        self._reservation = reservation = Reservation(self.pages)
+        try:
+            self._reserve(reservation, self._wanted_pages(first, last, num_tokens, keep), num_tokens, without or {})
+        except BaseException:
+            self.abort()
+            raise
 
     def _wanted_pages(self, first: int, last: int, num_tokens: int, keep: int | None) -> list[int]:
         """Page indices of the groups in [first, last) that somebody can see after `num_tokens` more tokens."""
@@ -192,8 +186,11 @@ class PageTable(PageState):
         Args:
             chosen: Page index -> which sequences lose the page; its tokens have all been written.
         """
-        assert self._reservation is not None
-        self._reservation.drop(self, chosen)
+        reservation = self._reservation
+        assert reservation is not None
+        if reservation is self._unused:
+            self._reservation = reservation = Reservation(self.pages)
+        reservation.drop(self, chosen)
 
     def commit(self, num_tokens: int) -> None:
         """Count `num_tokens` rows that an operator has written since `begin`."""
@@ -205,7 +202,8 @@ class PageTable(PageState):
                 self.pool.note_bound(reservation.taken)
         # At once, so that nothing can come in between.
         self._reservation, self.length, self._leaving = None, self.length + num_tokens, replaced
-        self._give_back_leaving()
+        if replaced:
+            self._give_back_leaving()
 
     def _give_back_leaving(self) -> None:
         leaving = self._leaving
@@ -233,7 +231,7 @@ class PageTable(PageState):
 
     def release_unreachable(self, newer: bool = False) -> None:
         """Give back every page before all rows that a living handle can see and, if `newer`, every page after them."""
-        alive, size = self._living_handles(), self.page_size
+        alive, size = self.handles.alive(self), self.page_size
         if not alive:
             return
         first = min(handle.start for handle in alive) // size

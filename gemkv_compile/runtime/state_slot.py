@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from gemkv_compile.runtime.page_state import DeviceState
 from gemkv_compile.runtime.page_table import PageTable
 from gemkv_compile.runtime.pool import PagePool
 
+_page_table = operator.attrgetter("page_table")
 FULL_COLUMNS = 1024  # of a table that keeps everything: 256K tokens in pages of 256, 8 KiB a sequence and layer
 
 
@@ -27,15 +29,20 @@ class StateSlot:
             DeviceState.new(pool.layout, batch, width, pool.device)
             for pool, batch, width in zip(pools, batches, columns, strict=True)
         ]
+        self._page_tables = [state.page_table for state in self.states]
         self.batches = list(batches)
         self.columns = list(columns)
         self.device = pools[0].device
         self.lock = threading.Lock()
         self._owners: list[weakref.ref[PageTable]] = []
 
+    def holds(self, tables: Sequence[PageTable]) -> bool:
+        """Whether the tables are here."""
+        return all(map(operator.is_, map(_page_table, tables), self._page_tables))  # fast: each step asks
+
     def has_room_for(self, tables: Sequence[PageTable]) -> bool:
         """Whether the tables are here, or could be."""
-        return all(
+        return self.holds(tables) or all(
             _is_in(table, state) or (table.batch == batch and table.page_table.shape[1] <= columns)
             for table, state, batch, columns in zip(tables, self.states, self.batches, self.columns, strict=True)
         )
@@ -46,7 +53,7 @@ class StateSlot:
         Returns:
             False if another thread uses the tables that are here; nothing has changed then.
         """
-        if all(map(_is_in, tables, self.states)):
+        if self.holds(tables):
             return True
         former = [table for ref in self._owners if (table := ref()) is not None]
         with ExitStack() as claims:

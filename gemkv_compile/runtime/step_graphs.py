@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,15 @@ class Capture:
     failed: bool = False
 
 
+@dataclass(frozen=True)
+class Choice:
+    """A capture, the arguments that it copies with its buffers for them, and what picks those it reads in place."""
+
+    capture: Capture
+    copied: list[tuple[int, torch.Tensor]]
+    fixed: Callable[[Sequence[Any]], tuple[Any, ...]]
+
+
 class StepGraphs:
     """Runs the decode steps of an executable as CUDA graphs.
 
@@ -110,55 +120,53 @@ class StepGraphs:
         self._said: set[str] = set()
         self._sizes = [(i, source.size) for i, source in enumerate(plan.inputs) if isinstance(source, SizeTensor)]
         self._keeps = [table.keep for table in plan.tables]
-        self._last: tuple[Capture, list[int], list[int]] | None = None
+        self._last: Choice | None = None
 
     def run(self, args: Sequence[Any], tables: Sequence[PageTable], starts: Sequence[int]) -> list[Any] | None:
         """The outputs of a step over tables that have begun their append; None if the caller has to run it itself.
 
         Outputs are memory of their own: no later step overwrites them.
         """
-        given = list(args)
-        chosen = self._choose(given, tables, starts)
-        if chosen is None or chosen[0].failed:
+        chosen = self._choose(args, tables, starts)
+        if chosen is None or chosen.capture.failed:
             return None
-        capture, copied, fixed = chosen
-        if not capture.slot.lock.acquire(blocking=False):
+        slot = chosen.capture.slot
+        if not slot.lock.acquire(blocking=False):
             return None
         try:
-            with _order(capture.slot.device):
-                return self._run(capture, given, copied, fixed, tables, starts)
+            with _order(slot.device):
+                return self._run(chosen, args, tables, starts)
         finally:
-            capture.slot.lock.release()
+            slot.lock.release()
 
     def _run(
-        self,
-        capture: Capture,
-        given: list[Any],
-        copied: list[int],
-        fixed: list[int],
-        tables: Sequence[PageTable],
-        starts: Sequence[int],
+        self, chosen: Choice, args: Sequence[Any], tables: Sequence[PageTable], starts: Sequence[int]
     ) -> list[Any] | None:
+        capture = chosen.capture
         if not capture.slot.bind(tables):
             return None
         for number, buffer in capture.paddings.items():
             padding = self._plan.paddings[number]
-            copy_padding(padding, given, starts[padding.table], buffer)
+            copy_padding(padding, args, starts[padding.table], buffer)
         for position, size in self._sizes:
-            capture.inputs[position].fill_(size if isinstance(size, int) else size(given))
-        if copied:
-            buffers = [_once(capture.inputs[position]) for position in capture.copied]
-            torch._foreach_copy_(buffers, [_once(given[index]) for index in copied])
-        outputs = self._step(capture, [given[index] for index in fixed])
-        for position, index in zip(capture.copied, copied, strict=True):
-            if index in self._plan.written:
-                given[index].copy_(capture.inputs[position])
+            capture.inputs[position].fill_(size if isinstance(size, int) else size(args))
+        if chosen.copied:
+            torch._foreach_copy_(
+                [_once(buffer) for _, buffer in chosen.copied], [_once(args[index]) for index, _ in chosen.copied]
+            )
+        outputs = self._step(capture, args, chosen.fixed)
+        if self._plan.written:
+            for index, buffer in chosen.copied:
+                if index in self._plan.written:
+                    args[index].copy_(buffer)
         return None if outputs is None else [_own(output) for output in outputs]
 
-    def _step(self, capture: Capture, fixed: Sequence[torch.Tensor]) -> Sequence[Any] | None:
+    def _step(
+        self, capture: Capture, args: Sequence[Any], fixed: Callable[[Sequence[Any]], tuple[Any, ...]]
+    ) -> Sequence[Any] | None:
         if capture.recording is None:
             inputs, device = list(capture.inputs), capture.slot.device
-            for position, tensor in zip(capture.fixed, fixed, strict=True):
+            for position, tensor in zip(capture.fixed, fixed(args), strict=True):
                 inputs[position] = tensor
             if not capture.is_warm:
                 outputs: Sequence[Any] = self._inner(*inputs)
@@ -174,18 +182,16 @@ class StepGraphs:
         replayed: Sequence[Any] = capture.recording.replay()
         return replayed
 
-    def _choose(
-        self, given: list[Any], tables: Sequence[PageTable], starts: Sequence[int]
-    ) -> tuple[Capture, list[int], list[int]] | None:
+    def _choose(self, args: Sequence[Any], tables: Sequence[PageTable], starts: Sequence[int]) -> Choice | None:
         """The capture that serves a call, and the arguments that it copies and that it reads where they are."""
-        if self._last is not None and self._fits(*self._last, given, tables, starts):
+        if self._last is not None and self._fits(self._last, args, tables, starts):
             return self._last
         for capture in self._captures:
-            found = capture, self._arguments(capture.copied), self._arguments(capture.fixed)
-            if self._fits(*found, given, tables, starts):
+            found = self._choice(capture)
+            if self._fits(found, args, tables, starts):
                 self._last = found
                 return found
-        made = self._make(given, tables, starts)
+        made = self._make(args, tables, starts)
         if made is None:
             return None
         self._captures.insert(0, made)
@@ -193,35 +199,33 @@ class StepGraphs:
             if made.slot.device.type == "cuda":
                 torch.cuda.synchronize(made.slot.device)  # their memory may be in use on any stream
             del self._captures[MAX_CAPTURES:]
-        self._last = made, self._arguments(made.copied), self._arguments(made.fixed)
+        self._last = self._choice(made)
         return self._last
+
+    def _choice(self, capture: Capture) -> Choice:
+        buffers = [capture.inputs[position] for position in capture.copied]
+        copied = list(zip(self._arguments(capture.copied), buffers, strict=True))
+        return Choice(capture, copied, _picker(self._arguments(capture.fixed)))
 
     def _arguments(self, positions: Sequence[int]) -> list[int]:
         sources = [self._plan.inputs[position] for position in positions]
         return [source.index for source in sources if isinstance(source, Argument)]
 
-    def _fits(
-        self,
-        capture: Capture,
-        copied: list[int],
-        fixed: list[int],
-        given: list[Any],
-        tables: Sequence[PageTable],
-        starts: Sequence[int],
-    ) -> bool:
+    def _fits(self, choice: Choice, args: Sequence[Any], tables: Sequence[PageTable], starts: Sequence[int]) -> bool:
+        capture = choice.capture
         if not capture.slot.has_room_for(tables):
             return False
-        for position, index in zip(capture.copied, copied, strict=True):
-            value = given[index]
-            if isinstance(value, PagedKVTensor) or value.shape != capture.inputs[position].shape:
+        for index, buffer in choice.copied:
+            value = args[index]
+            if isinstance(value, PagedKVTensor) or value.shape != buffer.shape:
                 return False
         for number, buffer in capture.paddings.items():
             padding = self._plan.paddings[number]
-            if padding_columns(padding, given, starts[padding.table]) > buffer.shape[1]:
+            if padding_columns(padding, args, starts[padding.table]) > buffer.shape[1]:
                 return False
-        return same_addresses([given[index] for index in fixed], capture.addresses)
+        return same_addresses(choice.fixed(args), capture.addresses)
 
-    def _make(self, given: list[Any], tables: Sequence[PageTable], starts: Sequence[int]) -> Capture | None:
+    def _make(self, given: Sequence[Any], tables: Sequence[PageTable], starts: Sequence[int]) -> Capture | None:
         device = tables[0].pool.device
         if any(table.pool.device != device for table in tables):
             self._tell("not captured: its caches are on several devices")
@@ -270,7 +274,7 @@ class StepGraphs:
             return True
         return value.nbytes > SMALL_INPUT and position not in self._moved
 
-    def _note_moved(self, given: list[Any]) -> None:
+    def _note_moved(self, given: Sequence[Any]) -> None:
         for capture in self._captures:
             for position, address in zip(capture.fixed, capture.addresses, strict=True):
                 (index,) = self._arguments([position])
@@ -282,6 +286,11 @@ class StepGraphs:
             self._said.add(sentence)
             log.info("gemkv: CUDA graph: %s", sentence)
             self._say(sentence)
+
+
+def _picker(indices: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Takes the arguments at `indices`; hundreds are taken at once."""
+    return operator.itemgetter(*indices) if len(indices) > 1 else lambda args: tuple(args[i] for i in indices)
 
 
 def _once(tensor: torch.Tensor) -> torch.Tensor:
