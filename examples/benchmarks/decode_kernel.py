@@ -1,15 +1,17 @@
 """Time of one decode step's attention and append on a GPU, beside bf16 attention by PyTorch and FlashAttention-3.
 
-    python decode_kernel.py [--quick]
+    python decode_kernel.py [--quick] [--jobs 8]
 
 Peers read a dense bf16 cache: FlashAttention-2 and cuDNN through torch's sdpa, FlashAttention-3 if `fa3_fwd_interface`
 is installed. Medians of repeated runs in microseconds: "us" launched from Python, "graph_us" inside a CUDA graph, as
 decode steps run; the result is also compared with float32 attention on the same rows. "split" and "combine" are the two
-kernels' own times. Rates are beside those of a kernel that only reads as many bytes.
+kernels' own times. Rates are beside those of a kernel that only reads as many bytes. With --jobs so many processes
+first compile what is timed.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from functools import partial
 from typing import Any
@@ -63,6 +65,16 @@ class Paged:
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         state = self.table, self.lengths, self.starts, self.tail
         return attend_pages_triton(q, *state, None, None, None, q.shape[-1] ** -0.5, None, None, self.layout)[0]
+
+
+def compile_one(shape: tuple[int, int, int, int, int], kv_format: str) -> None:
+    """Run the kernels of a shape once, for one sequence, so that Triton's cache has them."""
+    _, q_heads, heads, dim, tokens = shape
+    k = torch.randn(1, heads, tokens - GROUP_SIZE // 2, dim, dtype=torch.bfloat16, device="cuda")
+    cache = Paged(1, heads, dim, k.shape[2], kv_format)
+    cache.append(k, k)
+    cache.append(k[:, :, :1], k[:, :, :1])
+    cache.attend(torch.randn(1, q_heads, 1, dim, dtype=torch.bfloat16, device="cuda"))
 
 
 def measure(shape: tuple[int, int, int, int, int]) -> dict[str, Any]:
@@ -121,8 +133,12 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("decode_kernel needs a GPU: left out")
         return
-    rows = []
-    for shape in SHAPES[2:3] + SHAPES[5:6] if "--quick" in sys.argv else SHAPES:
+    rows, shapes = [], SHAPES[2:3] + SHAPES[5:6] if "--quick" in sys.argv else SHAPES
+    if "--jobs" in sys.argv:
+        kinds = {(q_heads // heads, heads, dim): (1, q_heads, heads, dim, 8192) for _, q_heads, heads, dim, _ in shapes}
+        with multiprocessing.get_context("spawn").Pool(int(sys.argv[sys.argv.index("--jobs") + 1])) as pool:
+            pool.starmap(compile_one, [(kind, name) for kind in kinds.values() for name in KV_FORMATS], chunksize=1)
+    for shape in shapes:
         rows.append(measure(shape))
         torch.cuda.empty_cache()
         print(

@@ -1,6 +1,6 @@
 """Attention of a prompt on a GPU, TFLOPS, beside FlashAttention-2, cuDNN, FlexAttention and FlashAttention-3 in bf16.
 
-    python prefill_kernel.py [--quick] [--sweep [--jobs 8] | --append]
+    python prefill_kernel.py [--quick] [--jobs 8] [--sweep | --append]
 
 Causal; ours is `attend_chunk` over an empty cache, by the plain kernel and, on a Hopper GPU, by the Hopper kernel
 (gemkv_hopper, with the launch of the plain one that finds no past). Operations are counted once for each pair of a
@@ -9,7 +9,7 @@ largest number there. Medians; FlashAttention-3 if `fa3_fwd_interface` is instal
 
 --sweep times the Hopper kernel alone, with every candidate of tiles, heads packed and not, and as many programs as
 there are multiprocessors or tiles, beside FlashAttention-3; best first, to results/prefill_sweep.json. With --jobs so
-many processes first compile all of them, untimed.
+many processes first compile what is timed.
 
 --append times instead what another engine's prompt pays for the cache: `append_kv` of all its tokens, quantised and
 written to pages, both launches inside a CUDA graph with the caches flushed before, beside FlashAttention-3's time (or
@@ -83,7 +83,7 @@ def time_one(row: dict[str, Any], name: str, run: Any, exact: torch.Tensor, flop
     row[f"{name}_tflops"], row[f"{name}_error"] = flops / row[f"{name}_us"] / 1e6, error.item()
 
 
-def compile_one(shape: tuple[int, int, int, int, int, int | None], tiles: Any, pack: int) -> None:
+def compile_one(shape: tuple[int, int, int, int, int, int | None], tiles: Any, pack: int | None) -> None:
     """Run the Hopper kernel once, so that Triton's cache has it; what fails here fails again where it is timed."""
     from gemkv_compile.kernels.attend_chunk import kernel_hopper as hopper
 
@@ -93,16 +93,18 @@ def compile_one(shape: tuple[int, int, int, int, int, int | None], tiles: Any, p
         hopper.attend_chunk_hopper(q, k, v, lengths, lengths, shape[3] ** -0.5, None, True, shape[5], tiles, pack, None)
 
 
-def compile_all(shapes: list[tuple[int, int, int, int, int, int | None]], jobs: int) -> None:
-    """Compile every candidate for every shape, side by side."""
+def compile_all(shapes: list[tuple[int, int, int, int, int, int | None]], jobs: int, candidates: bool) -> None:
+    """Compile the Hopper kernel for every shape, as it is used or every candidate, side by side."""
     from gemkv_compile.kernels.attend_chunk import kernel_hopper as hopper
 
-    cases = [
-        (shape, tiles, pack)
-        for shape in shapes
-        for tiles in hopper.CANDIDATES.get(shape[3], ())
-        for pack in sorted({1, hopper.packed_heads(*shape[1:3])})
-    ]
+    cases: list[tuple[Any, Any, int | None]] = [(shape, None, None) for shape in shapes]
+    if candidates:
+        cases = [
+            (shape, tiles, pack)
+            for shape in shapes
+            for tiles in hopper.CANDIDATES.get(shape[3], ())
+            for pack in sorted({1, hopper.packed_heads(*shape[1:3])})
+        ]
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         pool.starmap(compile_one, cases, chunksize=1)
 
@@ -228,6 +230,7 @@ def main() -> None:
         print("prefill_kernel needs a GPU: left out")
         return
     rows: list[dict[str, Any]] = []
+    jobs = int(sys.argv[sys.argv.index("--jobs") + 1]) if "--jobs" in sys.argv else 0
     if "--append" in sys.argv:
         for shape in APPENDED:
             rows.append(append(shape))
@@ -236,15 +239,18 @@ def main() -> None:
         return
     if "--sweep" in sys.argv:
         shapes = SHAPES[:1] + SHAPES[3:6] if "--quick" in sys.argv else SHAPES
-        if "--jobs" in sys.argv:
-            compile_all(shapes, int(sys.argv[sys.argv.index("--jobs") + 1]))
+        if jobs:
+            compile_all(shapes, jobs, True)
         for shape in shapes:
             rows += (found := sweep(shape))
             for row in found:
                 print({key: round(x, 5) if isinstance(x, float) else x for key, x in row.items()}, flush=True)
         save("prefill_sweep", rows)
         return
-    for shape in SHAPES[:1] + SHAPES[3:4] if "--quick" in sys.argv else SHAPES:
+    shapes = SHAPES[:1] + SHAPES[3:4] if "--quick" in sys.argv else SHAPES
+    if jobs and torch.cuda.get_device_capability() == (9, 0):
+        compile_all(shapes, jobs, False)
+    for shape in shapes:
         torch._dynamo.reset()
         rows.append(measure(shape))
         torch.cuda.empty_cache()

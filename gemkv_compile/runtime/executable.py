@@ -192,12 +192,7 @@ class Executable:
         return tuple(results)
 
     def _show_places(
-        self,
-        results: list[Any],
-        args: Sequence[Any],
-        tables: list[PageTable],
-        starts: list[int],
-        values: _Values,
+        self, results: list[Any], args: Sequence[Any], tables: list[PageTable], starts: list[int], values: _Values
     ) -> None:
         """Put handles among the results where some caches have fixed places; those written into show the new rows."""
         for plan, table, start in zip(self._plan.tables, tables, starts, strict=True):
