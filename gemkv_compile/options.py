@@ -35,7 +35,8 @@ class Options:
             first call, and no fusion across layers. Graphs that need gradients are compiled as a whole.
         prefill: Who attends to a prompt that nothing is stored before and that has no padding: "auto" (the fastest by
             times known for this GPU, of the engines that are installed and do it exactly), "triton" (this package's
-            kernel), "fa3", "fa2" or "cudnn" where they do it exactly. The report says which was taken, and why.
+            kernel), "fa3", "fa2" or "cudnn" where they do it exactly, or "int8" (this package's kernel with scores of
+            int8 codes, an approximation that "auto" never takes). The report says which was taken, and why.
         drop: Policy that gives pages of cached tokens back early, see `gemkv_compile.drop`; later attention does not
             see them. Pages of layers without a window are then one group by default. None: nothing is dropped.
         pool_bytes: Most bytes that one page pool may reserve. None: no limit.

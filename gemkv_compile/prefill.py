@@ -12,7 +12,7 @@ from gemkv_compile.compat import shape_env_of, size_hints
 from gemkv_compile.kernels.engines.choice import choose, usable_engines
 from gemkv_compile.kernels.engines.engine import OWN, Place, Prompt
 from gemkv_compile.kernels.engines.measure import measure
-from gemkv_compile.kernels.engines.registry import AUTO, device_kinds
+from gemkv_compile.kernels.engines.registry import AUTO, ENGINES, device_kinds
 from gemkv_compile.kernels.engines.times import bucket_of, known_times
 from gemkv_compile.passes.decide import Read, Rewrite
 from gemkv_compile.passes.lens import value_of
@@ -91,7 +91,8 @@ def _by_length(rewrite: Rewrite, read: Read, option: str) -> Iterator[EngineChoi
     for choice, same in groupby(chosen, key=lambda pair: pair[1]):
         first, *_, last = [bucket for bucket, _ in same] * 2
         shortest, longest = (None if first == 1 else first), (None if last == LONGEST else 2 * last - 1)
-        but = UNLESS if read.padding is not None and choice.engine != OWN else ""
+        pads = choice.engine == OWN or ENGINES[choice.engine].takes_padding
+        but = "" if read.padding is None or pads else UNLESS
         yield EngineChoice((), choice.engine, shortest, longest, choice.why + but)
 
 

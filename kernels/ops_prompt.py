@@ -45,8 +45,8 @@ def attend_prompt(
         stored: The most tokens that are stored for a sequence, int64 [] on the host: nothing waits for the device.
         padding, causal, window: As in `attend_chunk`.
         engine: The option `prefill`; which engine it means is chosen by the prompt's class and length. Where tokens
-            are stored or padding hides some it is this package's kernel. What a mask hides is asked of the device,
-            once for each mask, where an engine or a kernel that knows no masks would be taken.
+            are stored, or padding hides some and the engine takes none, it is this package's kernel. What a mask hides
+            is asked of the device, once for each mask, where an engine or a kernel that knows no masks would be taken.
     Returns:
         out [B, Hq, N, D] in q's dtype, the heads of a token side by side in memory.
     Raises:
@@ -60,6 +60,7 @@ def attend_prompt(
     from gemkv_compile.kernels.engines.choice import choose
     from gemkv_compile.kernels.engines.engine import OWN, Prompt
     from gemkv_compile.kernels.engines.padding import hides_nothing
+    from gemkv_compile.kernels.engines.registry import ENGINES
 
     if stored.device.type != "cpu":
         raise ShapeMismatch(f"stored must be on the host, got a tensor on {stored.device}. Pass the table's length.")
@@ -75,8 +76,8 @@ def attend_prompt(
         name = choose(engine, prompt, tokens, q.device).engine if q.numel() and not before else OWN
         if padding is not None and (name != OWN or takes_hopper("auto", q, k, v, None, None, scale)):
             padding = None if hides_nothing(padding, before + tokens) else padding
-        if name != OWN and padding is None:
-            return call_engine(name, q, k, v, scale, prompt.at(tokens))
+        if name != OWN and (padding is None or ENGINES[name].takes_padding):
+            return call_engine(name, q, k, v, scale, prompt.at(tokens), padding)
         rules = padding, None, None, scale, softcap, causal, window
         own = implementation("attend_chunk", q.device)
         out: Tensor = own(q, k, v, page_table, seq_lens, starts, tail, *rules, layout)[0]

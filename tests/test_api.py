@@ -167,7 +167,7 @@ MISTAKES = [
     ({"cuda_graphs": "yes"}, "cuda_graphs must be True or False, got 'yes'"),
     (
         {"prefill": "fa4"},
-        "prefill must be one of 'auto', 'triton', 'fa3', 'fa2', 'cudnn', got 'fa4'. Did you mean 'fa3'?",
+        "prefill must be one of 'auto', 'triton', 'fa3', 'fa2', 'cudnn', 'int8', got 'fa4'. Did you mean 'fa3'?",
     ),
     ({"drop": "attention_mass"}, "drop must be None or a policy with a method choose, got 'attention_mass'"),
     ({"shadow": -1}, "shadow must be an int of at least 0, a number of calls, got -1"),

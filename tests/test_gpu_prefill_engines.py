@@ -37,7 +37,8 @@ def test_an_engine_gives_our_kernels_results(name, dtype, head_dim, rules):
     for tokens in (33, 517):
         q, k, v = random_prompt(which, 2, tokens, device())
         outs = [call(each, q, k, v, head_dim**-0.5, which.at(tokens)) for each in (name, OWN)]
-        torch.testing.assert_close(*outs, rtol=2e-2, atol=2e-2)
+        rough = ENGINES[name].error * outs[1].abs().max().item()
+        torch.testing.assert_close(*outs, rtol=2e-2, atol=max(2e-2, rough))
         assert outs[0].transpose(1, 2).is_contiguous()
 
 
@@ -60,7 +61,8 @@ def test_generate_with_an_engine(name, inner):
     for tokens in (40, 75, 140):
         ids = prompt(2, tokens).cuda()
         with torch.no_grad():
-            torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=5e-2, atol=5e-2)
+            allowed = 5e-2 + ENGINES[name].error
+            torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=5e-2, atol=allowed)
     (choice,) = gemkv_compile.report_of(model).graphs[0].engines
     assert choice.engine == name
 

@@ -9,9 +9,11 @@ import logging
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import interpreted
 import paged_cases as cases
 import pytest
 import torch
@@ -25,7 +27,7 @@ import gemkv_compile
 from gemkv_compile import prefill
 from gemkv_compile.errors import GemkvError, InvalidOption
 from gemkv_compile.kernels import ops, ops_prompt
-from gemkv_compile.kernels.engines import calling, cudnn, fa2, fa3, registry, times
+from gemkv_compile.kernels.engines import calling, cudnn, fa2, fa3, int8, registry, times
 from gemkv_compile.kernels.engines.choice import choose, forget_choices
 from gemkv_compile.kernels.engines.engine import OWN, Place, Prompt, token_rows
 from gemkv_compile.kernels.engines.measure import measure
@@ -65,6 +67,10 @@ def fake(monkeypatch, tmp_path):
         (cudnn, of(softcap=3.0), H200, "no softcap"),
         (cudnn, of(head_dim=256), A100, "head sizes up to 128 on A100, not 256"),
         (cudnn, of(torch.float32), H200, "this model is in float32"),
+        (int8, of(torch.float16, 256, window=5, softcap=3.0, causal=False), A100, None),
+        (int8, of(), L4, "compute capability 8.0 or more"),
+        (int8, of(head_dim=512), H200, "head sizes of 64, 128, 256, not 512"),
+        (int8, of(torch.float32), H200, "this model is in float32"),
     ],
 )
 def test_what_engines_refuse(engine, which, place, reason):
@@ -117,6 +123,49 @@ def test_how_cudnn_is_called(monkeypatch, rules):
     forget_choices()
 
 
+@pytest.mark.skipif(not interpreted.ON, reason="runs on a CPU under Triton's interpreter")
+@pytest.mark.parametrize("rules", tiers([RULES[2]], [(rules,) for rules in RULES]), ids=str)
+def test_the_int8_kernel_is_called_right_and_allowed_its_error_alone(monkeypatch, rules):
+    which = of(head_dim=64, groups=2, **rules)
+    assert calling.trial(int8.ENGINE, which, CPU) is None
+    forget_choices()
+    monkeypatch.setitem(registry.ENGINES, "int8", replace(int8.ENGINE, attend=lambda *a: 1.1 * int8.attend(*a)))
+    assert "a trial was wrong by" in calling.trial(int8.ENGINE, which, CPU)
+    forget_choices()
+
+
+def test_an_approximation_is_only_taken_by_name(fake, monkeypatch):
+    """Never by "auto", which does not time it either; padding goes to an engine that takes it."""
+    masks = []
+
+    def attend(q, k, v, scale, prompt, padding=None):
+        masks.append(padding)
+        return 1.01 * fake.attend(q, k, v, scale, prompt)
+
+    rough = replace(fake.engine("rough"), attend=attend, error=0.05, takes_padding=True)
+    monkeypatch.setitem(registry.ENGINES, "rough", rough)
+    forget_choices()
+    assert choose("rough", SMALL, 20, CPU).engine == "rough"
+    assert "rough" not in measure(SMALL, 20, CPU, 2, lambda run, device: run() is None or 1.0)
+    assert choose("auto", SMALL, 20, CPU).engine != "rough" and "rough" not in times.versions()
+    for name, engine in list(registry.ENGINES.items()):
+        if name != "rough":
+            monkeypatch.setitem(registry.ENGINES, name, replace(engine, missing=lambda: "gone"))
+    assert not registry.device_kinds("auto") and registry.device_kinds("rough") == {"cpu"}
+    masks.clear()
+    cache = cases.PagedCache(2, 2, 16, 64, 32, "model")
+    q, k, v = (cases.normal(2, heads, 9, 16, seed=i) for i, heads in enumerate((4, 2, 2)))
+    for hidden in (0, 3):
+        padding = torch.arange(9).expand(2, 9) >= hidden
+        ops_prompt.attend_prompt(*prompt_args(cache, q, k, v, "rough", padding=padding))
+        assert (masks[-1] is None) if hidden == 0 else torch.equal(masks[-1], padding)
+    compiled = gemkv_compile.compile(padded, kv_format="model", strict=True, prefill="rough")
+    with torch.no_grad():
+        compiled(*inputs()[:3], torch.tensor([[True, True, True], [False, True, True]]))
+    (choice,) = gemkv_compile.report_of(compiled).graphs[0].engines
+    assert (choice.engine, choice.why) == ("rough", "asked for") and masks[-1] is not None
+
+
 def test_rows_are_copied_only_where_a_library_needs_it():
     x = torch.randn(2, 12, 4, 16, dtype=torch.bfloat16).transpose(1, 2)
     assert token_rows(x).data_ptr() == x.data_ptr()
@@ -130,6 +179,7 @@ def test_rows_are_copied_only_where_a_library_needs_it():
         ("fa3", fa3, "pip install fa3-fwd"),
         ("fa2", fa2, "pip install flash-attn"),
         ("cudnn", cudnn, "a build with CUDA"),
+        ("int8", int8, "pip install triton"),
     ],
 )
 def test_an_engine_that_is_not_there_is_an_error_at_once(monkeypatch, name, module, advice):

@@ -1,6 +1,6 @@
 """Attention of a prompt on a GPU, TFLOPS, beside FlashAttention-2, cuDNN, FlexAttention and FlashAttention-3 in bf16.
 
-    python prefill_kernel.py [--quick] [--jobs 8] [--sweep | --append]
+    python prefill_kernel.py [--quick] [--jobs 8] [--sweep | --append | --int8]
 
 Causal; ours is `attend_chunk` over an empty cache, by the plain kernel and, on a Hopper GPU, by the Hopper kernel
 (gemkv_hopper, with the launch of the plain one that finds no past). Operations are counted once for each pair of a
@@ -14,6 +14,9 @@ many processes first compile what is timed.
 --append times instead what another engine's prompt pays for the cache: `append_kv` of all its tokens, quantised and
 written to pages, both launches inside a CUDA graph with the caches flushed before, beside FlashAttention-3's time (or
 cuDNN's) for the same prompt; to results/prefill_append.json. Its bytes are those of keys, values and what is stored.
+
+--int8 times the kernel with int8 scores (the launches that quantise keys included) beside the plain kernel and
+FlashAttention-3, with their errors; to results/prefill_int8.json.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +34,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gemkv_compile.kernels.append_kv.kernel import append_kv_triton
 from gemkv_compile.kernels.attend_chunk.kernel import attend_chunk_triton
+from gemkv_compile.kernels.attend_chunk.kernel_int8 import attend_int8_triton
+from gemkv_compile.kernels.engines import int8
 from gemkv_compile.kernels.layout import PageLayout
 
 SHAPES = [  # batch, query heads, K/V heads, head size, tokens, window
@@ -48,6 +54,7 @@ APPENDED = [  # the same, of prompts that are appended
     (1, 8, 4, 256, 32768, None),
 ]
 APPENDED_FORMATS = ("int8", "int4")
+INT8 = [shape for shape in SHAPES if shape[3] in int8.HEAD_DIMS and shape[0] == 1]
 CHECKED = 256  # queries
 
 
@@ -57,16 +64,19 @@ def visible_pairs(tokens: int, window: int | None) -> int:
     return window * (window + 1) // 2 + (tokens - window) * window
 
 
-def measure(shape: tuple[int, int, int, int, int, int | None]) -> dict[str, Any]:
-    """One row: TFLOPS by kernel, and errors."""
+def measure(shape: tuple[int, int, int, int, int, int | None], scores_in_int8: bool = False) -> dict[str, Any]:
+    """One row: TFLOPS by kernel, and errors; of few kernels, the one with int8 scores among them, if asked for."""
     batch, q_heads, heads, dim, tokens, window = shape
     q, k, v = inputs(shape)
     flops = 4 * dim * batch * q_heads * visible_pairs(tokens, window)
     row: dict[str, Any] = {"batch": batch, "q_heads": q_heads, "kv_heads": heads, "head_dim": dim, "tokens": tokens}
     row["window"], exact = window, exact_tail(q, k, v, window)
-    runs = {**peers(q, k, v, window), "gemkv": ours(q, k, v, window, "plain")}
+    runs = {**peers(q, k, v, window, not scores_in_int8), "gemkv": ours(q, k, v, window, "plain")}
     if torch.cuda.get_device_capability() == (9, 0):
         runs["gemkv_hopper"] = ours(q, k, v, window, "hopper")
+    if scores_in_int8:
+        runs = {name: run for name, run in runs.items() if name in ("fa3", "gemkv")}
+        runs["gemkv_int8"] = lambda: attend_int8_triton(q, k, v, None, dim**-0.5, None, True, window)[0]
     for name, run in runs.items():
         time_one(row, name, run, exact, flops)
     return row
@@ -231,12 +241,16 @@ def main() -> None:
         return
     rows: list[dict[str, Any]] = []
     jobs = int(sys.argv[sys.argv.index("--jobs") + 1]) if "--jobs" in sys.argv else 0
-    if "--append" in sys.argv:
-        for shape in APPENDED:
-            rows.append(append(shape))
-            print({key: round(x, 5) if isinstance(x, float) else x for key, x in rows[-1].items()}, flush=True)
-        save("prefill_append", rows)
-        return
+    for option, name, shapes, row_of in (
+        ("--append", "prefill_append", APPENDED, append),
+        ("--int8", "prefill_int8", INT8, partial(measure, scores_in_int8=True)),
+    ):
+        if option in sys.argv:
+            for shape in shapes:
+                rows.append(row_of(shape))
+                print({key: round(x, 5) if isinstance(x, float) else x for key, x in rows[-1].items()}, flush=True)
+            save(name, rows)
+            return
     if "--sweep" in sys.argv:
         shapes = SHAPES[:1] + SHAPES[3:6] if "--quick" in sys.argv else SHAPES
         if jobs:

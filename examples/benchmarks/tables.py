@@ -71,6 +71,23 @@ def prefill_append(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def prefill_int8(result: dict[str, Any]) -> str:
+    """TFLOPS and errors of a prompt's attention with int8 scores, beside others."""
+    names = {"fa3": "FA3", "gemkv": "gemkv", "gemkv_int8": "int8 scores"}
+    heads = " | ".join(f"{name} | error, %" for name in names.values())
+    lines = [
+        f"| batch | query, K/V heads | head size | tokens | window | {heads} |",
+        "|" + "---:|" * (5 + 2 * len(names)),
+    ]
+    for row in result["rows"]:
+        cells = []
+        for name in names:
+            there = f"{name}_tflops" in row
+            cells += [f"{row[f'{name}_tflops']:.0f}", f"{100 * row[f'{name}_error']:.2f}"] if there else ["-", "-"]
+        lines.append(f"| {_shape(row)} | {row['window'] or '-'} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 ENGINES = {"fa3": "FA3", "cudnn": "cuDNN"}
 MODES = {
     "dynamic": "DynamicCache, eager",
@@ -293,6 +310,7 @@ TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str, str]] = {  # how, 
     "decode_kernel": (decode_kernel, "median microseconds", "README.md"),
     "prefill_kernel": (prefill_kernel, "TFLOPS of medians", "README.md"),
     "prefill_append": (prefill_append, "median microseconds", "DESIGN.md"),
+    "prefill_int8": (prefill_int8, "TFLOPS of medians", "DESIGN.md"),
     "int8_forms": (int8_forms, "95% intervals", "DESIGN.md"),
     "int4_forms": (int8_forms, "95% intervals", "DESIGN.md"),
     "int4_forms_guard": (int8_forms, "95% intervals", "DESIGN.md"),

@@ -14,7 +14,7 @@ from gemkv_compile.errors import GemkvError
 from gemkv_compile.kernels.engines.choice import choose, reason_against
 from gemkv_compile.kernels.engines.engine import OWN, Prompt
 from gemkv_compile.kernels.engines.measure import measure
-from gemkv_compile.kernels.engines.registry import AUTO, ENGINES
+from gemkv_compile.kernels.engines.registry import AUTO, ENGINES, exact_engines
 from gemkv_compile.kernels.engines.times import bucket_of, cache_folder
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -50,7 +50,7 @@ def tune(console: Console, arguments: argparse.Namespace) -> int:
         device = torch.device("cuda", torch.cuda.current_device())  # as tensors name it
     lengths = sorted({bucket_of(_number(text)) for text in arguments.tokens.split(",")})
     table = Table(title=f"microseconds of a prompt's attention, {device}", title_justify="left")
-    for column in ("K/V heads", "class", "tokens", OWN, *ENGINES, "taken"):
+    for column in ("K/V heads", "class", "tokens", OWN, *exact_engines(), "taken"):
         table.add_column(column)
     left_out: dict[str, None] = {}
     for kv_heads, prompt in shapes(arguments):
@@ -58,10 +58,10 @@ def tune(console: Console, arguments: argparse.Namespace) -> int:
             with console.status(f"timing {tokens} tokens"):
                 us = measure(prompt, tokens, device, kv_heads)
             taken = choose(AUTO, prompt, tokens, device).engine
-            cells = [f"{us[name]:.0f}" if name in us else "-" for name in (OWN, *ENGINES)]
+            cells = [f"{us[name]:.0f}" if name in us else "-" for name in (OWN, *exact_engines())]
             table.add_row(str(kv_heads), _words(prompt.at(tokens)), str(tokens), *cells, taken)
-        for name, engine in ENGINES.items():
-            why = reason_against(engine, prompt, device)
+        for name in exact_engines():
+            why = reason_against(ENGINES[name], prompt, device)
             left_out |= {} if why is None else {f"{name}, {_words(prompt)}: {why}": None}
     console.print(table)
     for line in left_out:

@@ -18,14 +18,18 @@ from gemkv_compile.kernels.softmax import NEVER
 TRIED_TOKENS, TRIED_WINDOW, TRIED_HEADS = 192, 100, 2
 
 
-def call_engine(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, prompt: Prompt) -> Tensor:
+def call_engine(
+    name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, prompt: Prompt, padding: Tensor | None = None
+) -> Tensor:
     """Attention by an engine: [B, Hq, N, D] in q's dtype, the heads of a token side by side in memory.
 
+    Args:
+        padding: As in `attend_chunk`, for an engine that takes it.
     Raises:
         GemkvError: the engine failed, with what it said and what to do.
     """
     try:
-        out = ENGINES[name].attend(q, k, v, scale, prompt)
+        out = ENGINES[name].attend(q, k, v, scale, prompt, *(() if padding is None else (padding,)))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -82,7 +86,7 @@ def trial(engine: Engine, prompt: Prompt, device: torch.device) -> str | None:
             return f"a trial gave {out.dtype} {list(out.shape)} instead of {q.dtype} {list(q.shape)}"
         exact = _exact(q, k, v, scale, small)
         off, most = (out.double() - exact).abs().max().item(), exact.abs().max().item()
-    if off <= max(4 * torch.finfo(prompt.dtype).eps, 1e-5) * most:
+    if off <= max(4 * torch.finfo(prompt.dtype).eps, 1e-5, engine.error) * most:
         return None
     return f"a trial was wrong by {off:.1e}, where the largest number is {most:.1e}"
 

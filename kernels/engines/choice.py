@@ -9,7 +9,7 @@ import torch
 
 from gemkv_compile.kernels.engines.calling import trial
 from gemkv_compile.kernels.engines.engine import OWN, Engine, Place, Prompt
-from gemkv_compile.kernels.engines.registry import AUTO, ENGINES
+from gemkv_compile.kernels.engines.registry import AUTO, ENGINES, exact_engines
 from gemkv_compile.kernels.engines.times import Known, bucket_of, known_times
 
 
@@ -49,7 +49,7 @@ def _choose(option: str, prompt: Prompt, bucket: int, device: torch.device) -> C
 
 
 def reason_against(engine: Engine, prompt: Prompt, device: torch.device) -> str | None:
-    """Why an engine does not do a class of prompts exactly on a device; None if it does."""
+    """Why an engine does not do a class of prompts on a device as exactly as it claims; None if it does."""
     if device.type not in engine.kinds:
         return f"it does not run on a {device.type} device"
     return engine.missing() or engine.refuses(prompt, Place.of(device)) or trial(engine, prompt, device)
@@ -57,7 +57,7 @@ def reason_against(engine: Engine, prompt: Prompt, device: torch.device) -> str 
 
 def usable_engines(prompt: Prompt, device: torch.device) -> tuple[str, ...]:
     """Names of the engines that do a class exactly on a device."""
-    return tuple(name for name, engine in ENGINES.items() if reason_against(engine, prompt, device) is None)
+    return tuple(name for name in exact_engines() if reason_against(ENGINES[name], prompt, device) is None)
 
 
 def forget_choices() -> None:

@@ -67,6 +67,9 @@ class Engine:
         refuses: Why it does not do a class of prompts exactly on a place; None if it does. A pure function.
         attend: (q [B, Hq, N, D], k, v [B, Hkv, N, D], scale, prompt) -> out [B, Hq, N, D], any strides.
         version: Of the library.
+        error: Of an approximation, the largest error that its trial allows, of the largest number. It is only taken by
+            name, never by "auto". 0: the engine is exact but for rounding.
+        takes_padding: Whether `attend` has one more argument: bool [B, >= N] or None, True for tokens to attend to.
     """
 
     name: str
@@ -74,8 +77,10 @@ class Engine:
     kinds: tuple[str, ...]
     missing: Callable[[], str | None]
     refuses: Callable[[Prompt, Place], str | None]
-    attend: Callable[[Tensor, Tensor, Tensor, float, Prompt], Tensor]
+    attend: Callable[..., Tensor]
     version: Callable[[], str]
+    error: float = 0.0
+    takes_padding: bool = False
 
 
 def half_precision(prompt: Prompt) -> str | None:

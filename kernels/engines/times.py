@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from gemkv_compile.kernels.engines.engine import OWN, Place, Prompt
-from gemkv_compile.kernels.engines.registry import ENGINES
+from gemkv_compile.kernels.engines.registry import ENGINES, exact_engines
 
 log = logging.getLogger(__name__)
 SHIPPED = Path(__file__).parent / "shipped.json"
@@ -88,7 +88,7 @@ def cache_folder() -> Path:
 
 def versions() -> dict[str, str]:
     """What measured times depend on: PyTorch, the engines that are there, this package's kernel."""
-    there = {name: engine.version() for name, engine in ENGINES.items() if engine.missing() is None}
+    there = {name: ENGINES[name].version() for name in exact_engines() if ENGINES[name].missing() is None}
     return {"torch": torch.__version__, OWN: _own_version(), **there}
 
 

@@ -6,7 +6,9 @@ from triton_devices import to_device
 
 from gemkv_compile.kernels.append_kv.kernel import append_kv_triton
 from gemkv_compile.kernels.attend_chunk.kernel import attend_chunk_triton
+from gemkv_compile.kernels.attend_chunk.kernel_int8 import attend_int8_triton
 from gemkv_compile.kernels.attend_pages.kernel import attend_pages_triton
+from gemkv_compile.kernels.engines import int8
 from gemkv_compile.kernels.layout import KV_FORMATS
 
 # Format, head size, K/V heads, query heads of each. Compiling is most of the time, so each format has one head size;
@@ -37,6 +39,8 @@ def main():
             attend_chunk_triton(q, k, v, *state, None, True, 100, cache.layout)
             append_kv_triton(k, v, table, lengths, tail, cache.layout)
             attend_pages_triton(q[:, :, :1], *state, 30.0, 100, cache.layout)
+            if head_dim in int8.HEAD_DIMS:
+                attend_int8_triton(q, k, v, padding, 0.1, 30.0, True, 100)
         assert lengths.tolist() == [length + sum(CHUNKS) for length in LENGTHS]
     torch.cuda.synchronize()
     print("every kernel ran")
