@@ -109,9 +109,8 @@ def programs_at_once(registers: int, shared_bytes: int, warps: int, device: torc
         shared_bytes: Of a program.
     """
     has: Any = torch.cuda.get_device_properties(device)
-    a_warp = (
-        -(-registers // 8) * 8 * 32
-    )  # in one of the four parts of a multiprocessor, each with a quarter of the registers
+    # A warp's registers lie in one of the four parts of a multiprocessor, each of which has a quarter of them.
+    a_warp = -(-registers // 8) * 8 * 32
     by_registers = 4 * (has.regs_per_multiprocessor // 4 // a_warp) // warps
     by_shared = has.shared_memory_per_multiprocessor // (shared_bytes + 1024)  # of which the driver takes a KB each
     by_threads = has.max_threads_per_multi_processor // (32 * warps)
