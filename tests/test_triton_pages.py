@@ -147,9 +147,7 @@ def test_programs_at_once(monkeypatch):
     programs_at_once.cache_clear()
     device = torch.device("cuda", 7)
     assert programs_at_once(164, 20480, 2, device) == 6 * 132
-    assert (
-        programs_at_once(144, 20480, 2, device) == 6 * 132
-    )  # seven would fit but for the parts
+    assert programs_at_once(144, 20480, 2, device) == 6 * 132  # seven would fit but for the parts
     assert programs_at_once(255, 74752, 2, device) == 3 * 132
     assert programs_at_once(16, 1024, 4, device) == 16 * 132
     assert programs_at_once(255, 228 << 10, 8, device) == 132
