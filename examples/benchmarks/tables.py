@@ -88,6 +88,22 @@ def prefill_int8(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def step_split(result: dict[str, Any]) -> str:
+    """Where the milliseconds of a decode step are, by model and caller."""
+    host = {"package_ms": "package", "dynamo_ms": "Dynamo", "loop_ms": "generate's loop", "wait_ms": "waiting"}
+    kernels = {"matmul": "matmul", "lm_head": "LM head", "attention": "attention", "append": "append", "other": "other"}
+    lines = [
+        f"| model | called by | step | {' | '.join(host.values())} | recorded step | {' | '.join(kernels.values())} |",
+        "|---|---|" + "---:|" * (2 + len(host) + len(kernels)),
+    ]
+    for row in result["rows"]:
+        parts = [row.get("step_ms"), *(row.get(key) for key in host), row.get("graph_ms")]
+        parts += [row.get("kernels_ms", {}).get(key) for key in kernels]
+        cells = " | ".join("-" if x is None else f"{x:.2f}" for x in parts)
+        lines.append(f"| {row['model']}, {row['batch']} x {row['tokens']} | {row['call']} | {cells} |")
+    return "\n".join(lines)
+
+
 ENGINES = {"fa3": "FA3", "cudnn": "cuDNN"}
 MODES = {
     "dynamic": "DynamicCache, eager",
@@ -320,6 +336,7 @@ TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str, str]] = {  # how, 
     "drop_policies": (drop_policies, "95% intervals", "DESIGN.md"),
     "matrix": (matrix, "tiny random models", "docs/matrix.md"),
     "passes_time": (passes_time, "seconds", "DESIGN.md"),
+    "step_split": (step_split, "median milliseconds", "DESIGN.md"),
     "step_overhead": (step_overhead, "microseconds", "DESIGN.md"),
 }
 
