@@ -22,6 +22,7 @@ def script(monkeypatch):
             del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_first_tokens_by_length(script, tmp_path, monkeypatch):
     """Every length has its runs; one that does not fit says so, and those after it are measured."""
     benchmark = script("prefill_end_to_end")

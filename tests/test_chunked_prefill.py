@@ -48,6 +48,7 @@ def past_sizes(graph):
     return [x.shape for x in tensors if free_symbols([x]) - own or 2 * CHUNK in x.shape]
 
 
+@pytest.mark.slow
 def test_a_window_and_a_full_layer():
     """Rows that a chunk ends in the middle of a page or a group; other lengths and chunks trace nothing new."""
     inner, plain = Recorded(), build("gemma3")

@@ -42,6 +42,7 @@ def test_explain_a_folder(folder, capsys):
         assert word in out
 
 
+@pytest.mark.slow
 def test_explain_as_json(folder, capsys):
     assert main(["explain", str(folder), "--json", "--attention", "eager", "--kv-format", "model"]) == 0
     report = json.loads(capsys.readouterr().out)

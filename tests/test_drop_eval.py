@@ -21,6 +21,7 @@ def logits_of(path, ids, prompt_tokens):
     return {name: torch.cat([some[name] for _, some in parts], 1) for name in parts[0][1]}
 
 
+@pytest.mark.slow
 def test_the_parallel_path_drops_what_the_decode_path_drops():
     """Two implementations of the order of things: after a prompt, and while decoding over a page's end."""
     model, ids = build("gemma3"), prompt(2, 261)

@@ -43,6 +43,7 @@ def test_static_cache_without_a_mask(family):
     assert torch.equal(out, generated(family, 1, 10, 24))
 
 
+@pytest.mark.slow
 def test_hook_in_every_layer():
     """D15: hooks that Dynamo cannot trace break the graph at each layer; the caches are paged all the same."""
     model, seen = build("gemma3"), []

@@ -92,6 +92,7 @@ def test_sinks_are_part_of_the_softmax():
         cases.tree_close(ours, function(*arguments), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_scales_of_two_models_in_one_process():
     """Dynamo makes a float symbolic once it has seen two values of it; a scale that changes is compiled again."""
     ids = prompt(1, 10)

@@ -59,6 +59,7 @@ def test_rewritten_graph_has_no_cache_sized_tensor_at_aten_level():
         model(prompt(1, 1), pasts)
 
 
+@pytest.mark.slow
 def test_inductor_writes_in_place():
     """Final graph and generated code: the mutated state is neither cloned before nor copied back after a write."""
     final = []

@@ -668,14 +668,14 @@ def test_the_report_says_from_which_length_on(fake):
 
 
 def test_shipped_times_are_the_results_and_decide_on_an_h200(monkeypatch, tmp_path):
-    """FA3 where it is installed, else cuDNN; our kernel where nothing else ran, and below half of what was timed."""
+    """FA3 where it is installed and faster, else our Hopper kernel; nothing below half of what was timed."""
     monkeypatch.setenv("GEMKV_CACHE_DIR", str(tmp_path))
     script = ROOT / "examples" / "benchmarks" / "prefill_engines.py"
     run = [sys.executable, str(script), "--check"]
     assert subprocess.run(run, check=False, env={"PYTHONPATH": str(script.parent), "PATH": ""}).returncode == 0
     for which in (of(), of(head_dim=256, groups=2), of(torch.float16, 256, 1)):
         us = times.known_times(which, 8192, H200).us
-        assert sorted(us, key=us.get) == ["fa3", "cudnn", "triton"]
+        assert set(us) == {"fa3", "cudnn", "triton"} and us["triton"] < us["cudnn"]
     assert set(times.known_times(of(head_dim=512), 65536, H200).us) == {"triton"}
     assert times.known_times(of(), 2048, H200) is None and times.known_times(of(), 8192, A100) is None
 

@@ -41,6 +41,7 @@ def generate(model, ids, steps):
         )
 
 
+@pytest.mark.slow
 def test_greedy_tokens_equal_eager_s_past_the_window(eager):
     """32 new tokens from 496 on, over the window's edge at 512."""
     model, tokenizer = eager
