@@ -84,8 +84,10 @@ def test_caches_that_take_turns_and_fork():
         parts = [rows(model, caches[i % 2], 7, 9) for i in range(16)]
         other = copy.deepcopy(caches[0])
         parts += [rows(model, cache, token, 9) for cache, token in ((caches[0], 3), (other, 5), (caches[1], 9))]
-        outs.append(torch.cat(parts))
-    torch.testing.assert_close(*outs, rtol=1e-2, atol=1e-2)
+        outs.append(parts)
+    for number, (one, other) in enumerate(zip(*outs, strict=True)):
+        bound = 1e-4 if number < 8 else 1e-2  # both caches are below 64 tokens until then; see the test of logits above
+        torch.testing.assert_close(one, other, rtol=bound, atol=bound)
 
 
 def test_static_caches():
