@@ -28,6 +28,7 @@ from gemkv_compile.passes.boundaries import Boundaries, Break, boundaries_of
 from gemkv_compile.passes.canonicalise import canonicalise
 from gemkv_compile.passes.decide import Facts, Rewrite, decide
 from gemkv_compile.passes.dropping import DropFacts
+from gemkv_compile.passes.few_rows import LinearsReport, fuse_linears
 from gemkv_compile.passes.find_attention import find_attention
 from gemkv_compile.passes.find_updates import find_updates
 from gemkv_compile.passes.length_free import LengthReport, prove_length_free
@@ -138,6 +139,7 @@ def compile_graph(
         length_free=None if length is None else length.is_free,
         length_reason="" if length is None or length.is_free else f"{length.sentence} {length.source}".strip(),
         engines=found.engines,
+        linears="" if found.linears is None else str(found.linears),
     )
     steps = _step_graphs(rewritten, found, options, report)
     executable = Executable(rewritten.call, gm, found.plan, steps, _dropper(options, found.plan, report))
@@ -214,6 +216,7 @@ class _Rewritten:
     plan: CallPlan | None = None
     length: LengthReport | None = None
     engines: tuple[EngineChoice, ...] = ()
+    linears: LinearsReport | None = None
 
 
 def _rewrite(gm: GraphModule, options: Options, clock: _Clock, boundaries: Boundaries) -> _Rewritten:
@@ -246,9 +249,11 @@ def _rewrite(gm: GraphModule, options: Options, clock: _Clock, boundaries: Bound
         rewritten = rewrite_graph(module, verdicts.rewrites, options.pool_bytes, prefill)
     with clock("length free"):
         length = prove_length_free(module.graph, verdicts.rewrites, rewritten.plan.inputs)
+    with clock("few rows"):
+        linears = fuse_linears(module) if options.fuse_linears else None
     with clock("describe"):
         memory = _memory(verdicts.rewrites)
-    return _Rewritten(module, sites, before, memory, rewritten.example_inputs, rewritten.plan, length, engines)
+    return _Rewritten(module, sites, before, memory, rewritten.example_inputs, rewritten.plan, length, engines, linears)
 
 
 def _as_it_was(

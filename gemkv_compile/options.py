@@ -33,6 +33,8 @@ class Options:
             "eager", the name of another torch.compile backend, or a backend function.
         split_layers: Compile the layers of a graph one by one, equal ones once, when Inductor compiles it: a shorter
             first call, and no fusion across layers. Graphs that need gradients are compiled as a whole.
+        fuse_linears: Compute products of at most 16 rows with 16-bit weights, as decode steps have them, by this
+            package's kernel on a GPU, those of one input in one launch; not in graphs that need gradients.
         prefill: Who attends to a prompt that nothing is stored before and that has no padding: "auto" (the fastest by
             times known for this GPU, of the engines that are installed and do it exactly), "triton" (this package's
             kernel), "fa3", "fa2" or "cudnn" where they do it exactly, or "int8" (this package's kernel with scores of
@@ -53,6 +55,7 @@ class Options:
     cuda_graphs: bool = True
     inner: str | Callable[..., Any] = "auto"
     split_layers: bool = False
+    fuse_linears: bool = True
     prefill: str = "auto"
     drop: Policy | None = None
     pool_bytes: int | None = None
@@ -77,7 +80,7 @@ class Options:
             raise InvalidOption(
                 f"inner must be one of {INNER_COMPILERS}, a backend's name or a function, got {self.inner!r}."
             )
-        for name in ("cuda_graphs", "split_layers"):
+        for name in ("cuda_graphs", "split_layers", "fuse_linears"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidOption(f"{name} must be True or False, got {getattr(self, name)!r}.")
         _one_of("prefill", self.prefill, (AUTO, OWN, *ENGINES))

@@ -50,6 +50,8 @@ class GraphReport:
         length_reason: What depends on it, with the source line, or "".
         engines: Who attends to a prompt, by layers and length; empty where only this package's kernel could.
         cuda_graphs: What was captured as a CUDA graph, or why it was not; grows while the graph is called.
+        linears: Which products of few rows with weights this package's kernel computes, and why not others; "" where
+            there are none, or the option `fuse_linears` is off.
         dropped: Pages that the calls of this graph have dropped, by the number of the cache in it; grows too.
     """
 
@@ -66,6 +68,7 @@ class GraphReport:
     length_reason: str = ""
     cuda_graphs: list[str] = field(default_factory=list)
     engines: tuple[EngineChoice, ...] = ()
+    linears: str = ""
     dropped: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -132,6 +135,8 @@ class Report:
                 console.print(_length_line(graph), markup=False, highlight=False, soft_wrap=True)
             for choice in graph.engines:
                 console.print(f"  prompt, {choice}", markup=False, highlight=False, soft_wrap=True)
+            if graph.linears:
+                console.print(f"  linears: {graph.linears}", markup=False, highlight=False, soft_wrap=True)
             for line in _drop_lines(graph):
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
             for line in graph.cuda_graphs:

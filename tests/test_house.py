@@ -40,6 +40,7 @@ ARROWS = {
 }
 PASSES_MAY_USE = {
     "ops",
+    "ops_linear",
     "ops_prompt",
     "layout",
     "validate",

@@ -15,7 +15,8 @@ from gemkv_compile.runtime import step_graphs
 KINDS = {  # of kernels, by name; the first that fits
     "attention": r"attend|combine_splits",
     "append": r"append_token|append_chunk",
-    "matmul": r"gemm|gemv|cutlass|nvjet|cublas|splitk|[a-z0-9]_mma|dot_kernel|_mm(_|$)|_addmm(_|$)|triton_tem",
+    "matmul": r"one_row|few_rows|gemm|gemv|cutlass|nvjet|cublas|splitk|[a-z0-9]_mma|dot_kernel|_mm(_|$)|_addmm(_|$)|"
+    "triton_tem",
     "copies": r"memcpy|memset",
     "other": r"",
 }

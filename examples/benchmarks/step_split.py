@@ -235,8 +235,8 @@ def tiny(name: str) -> Any:
     return GemmaForCausalLM(GemmaConfig(**sizes, **heads, num_hidden_layers=28))
 
 
-def child(name: str, batches: list[int], tokens: int, steps: int) -> list[dict[str, Any]]:
-    """The rows of one model."""
+def child(name: str, batches: list[int], tokens: int, steps: int, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of one model, compiled with these options."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     if device == "cuda":
@@ -248,12 +248,12 @@ def child(name: str, batches: list[int], tokens: int, steps: int) -> list[dict[s
     with torch.device(device):
         model = (MODELS[name]() if device == "cuda" else tiny(name)).eval()
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
-    gemkv_compile.compile(model, strict=True, cuda_graphs=True)
+    gemkv_compile.compile(model, strict=True, cuda_graphs=True, **options)
     rows: list[dict[str, Any]] = []
     clock = Clock(model)
     for batch in batches:
         torch._dynamo.reset()  # a second batch size would be dynamic
-        rows += Subject(name, model, clock, batch, tokens, steps, device).measure()
+        rows += [options | row for row in Subject(name, model, clock, batch, tokens, steps, device).measure()]
         print(rows[-2:], flush=True)
     said = [line for graph in gemkv_compile.report_of(model).graphs for line in graph.cuda_graphs]
     assert all(f"captured for {batch} sequences" in said for batch in batches), said
@@ -266,18 +266,20 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--options", default="{}", help='of gemkv_compile.compile, as JSON: {"split_layers": true}')
     parser.add_argument("--child", nargs=2, metavar=("MODEL", "FILE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         name, out = arguments.child
-        rows = child(name, [int(each) for each in arguments.batches.split(",")], arguments.tokens, arguments.steps)
+        batches, options = [int(each) for each in arguments.batches.split(",")], json.loads(arguments.options)
+        rows = child(name, batches, arguments.tokens, arguments.steps, options)
         Path(out).write_text(json.dumps(rows))
         return
     rows = []
     for name in arguments.models.split(","):
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "rows.json"
-            shape = [f"--{key}={getattr(arguments, key)}" for key in ("batches", "tokens", "steps")]
+            shape = [f"--{key}={getattr(arguments, key)}" for key in ("batches", "tokens", "steps", "options")]
             command = [sys.executable, __file__, "--child", name, str(out), *shape]
             subprocess.run(command, check=True, timeout=LIMIT_S)
             rows += json.loads(out.read_text())

@@ -104,6 +104,24 @@ def step_split(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def linears(result: dict[str, Any]) -> str:
+    """Products of few rows with the weights of a layer, beside cuBLAS, by model."""
+    rows = list(dict.fromkeys(row["rows"] for row in result["rows"]))
+    heads = "".join(f" cuBLAS, {each} x | gemkv | ratio | GB/s |" for each in rows)
+    lines = [f"| model | product | MB |{heads}", "|---|---|---:|" + "---:|" * (4 * len(rows))]
+    for model, part in dict.fromkeys((row["model"], row["part"]) for row in result["rows"]):
+        found = {row["rows"]: row for row in result["rows"] if (row["model"], row["part"]) == (model, part)}
+        cells = []
+        for row in map(found.get, rows):
+            ours, peer = (row["gemkv_us"], row["peer_us"]) if row else (None, None)
+            if ours is None or peer is None:
+                cells += ["-"] * 4
+            else:
+                cells += [f"{peer:.1f}", f"{ours:.1f}", f"{ours / peer:.2f}", f"{row['bytes'] / 1e3 / ours:.0f}"]
+        lines.append(f"| {model} | {part} | {next(iter(found.values()))['bytes'] / 1e6:.0f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 ENGINES = {"fa3": "FA3", "cudnn": "cuDNN"}
 MODES = {
     "dynamic": "DynamicCache, eager",
@@ -327,6 +345,7 @@ TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str, str]] = {  # how, 
     "prefill_kernel": (prefill_kernel, "TFLOPS of medians", "README.md"),
     "prefill_append": (prefill_append, "median microseconds", "DESIGN.md"),
     "prefill_int8": (prefill_int8, "TFLOPS of medians", "DESIGN.md"),
+    "linears": (linears, "median microseconds", "DESIGN.md"),
     "int8_forms": (int8_forms, "95% intervals", "DESIGN.md"),
     "int4_forms": (int8_forms, "95% intervals", "DESIGN.md"),
     "int4_forms_guard": (int8_forms, "95% intervals", "DESIGN.md"),

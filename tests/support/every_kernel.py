@@ -10,6 +10,7 @@ from gemkv_compile.kernels.attend_chunk.kernel_int8 import attend_int8_triton
 from gemkv_compile.kernels.attend_pages.kernel import attend_pages_triton
 from gemkv_compile.kernels.engines import int8
 from gemkv_compile.kernels.layout import KV_FORMATS
+from gemkv_compile.kernels.linears.kernel import linears_triton
 
 # Format, head size, K/V heads, query heads of each. Compiling is most of the time, so each format has one head size;
 # packed codes have sizes that are no power of two, whose masks they need most.
@@ -42,6 +43,9 @@ def main():
             if head_dim in int8.HEAD_DIMS:
                 attend_int8_triton(q, k, v, padding, 0.1, 30.0, True, 100)
         assert lengths.tolist() == [length + sum(CHUNKS) for length in LENGTHS]
+    for rows in (1, 3):
+        weights = [cases.normal(width, 192, dtype=torch.bfloat16).cuda() for width in (33, 7, 64)]
+        linears_triton(cases.normal(rows, 192, dtype=torch.bfloat16).cuda(), weights, [])
     torch.cuda.synchronize()
     print("every kernel ran")
 
