@@ -11,7 +11,9 @@ from gemkv_compile.plan import PaddingPlan
 
 
 def aligned_padding(plan: PaddingPlan, args: Sequence[Any], start: int, batch: int) -> torch.Tensor:
-    """The padding mask as bool [batch, >= tokens], indexed by the table's own token numbers.
+    """The padding mask as bool [batch, >= tokens], indexed by the table's own token numbers; contiguous.
+
+    Inductor compiles for the strides of the example, and asserts them.
 
     Args:
         start: First row of the table that this call attends to.
@@ -20,7 +22,7 @@ def aligned_padding(plan: PaddingPlan, args: Sequence[Any], start: int, batch: i
     shift = _shift(plan, args, start)
     if shift > 0:
         source = torch.nn.functional.pad(source, (shift, 0), value=True)
-    return source[:, max(0, -shift) :].expand(batch, -1)
+    return source[:, max(0, -shift) :].expand(batch, -1).contiguous()
 
 
 def padding_columns(plan: PaddingPlan, args: Sequence[Any], start: int) -> int:
