@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,14 @@ from gemkv_compile.report import Report
 _backends: weakref.WeakKeyDictionary[Any, Backend] = weakref.WeakKeyDictionary()  # by what `compile` returned
 
 
-def compile(model: Any = None, /, *, mode: str | None = None, **options: Any) -> Any:
+def compile(
+    model: Any = None,
+    /,
+    *,
+    mode: str | None = None,
+    guard_filter_fn: Callable[[Sequence[Any]], Sequence[bool]] | None = None,
+    **options: Any,
+) -> Any:
     """Compile a module, a forward method or a function with the backend "gemkv".
 
     Args:
@@ -24,26 +31,30 @@ def compile(model: Any = None, /, *, mode: str | None = None, **options: Any) ->
             is returned. A function or method: the compiled function is returned. None (`@compile(strict=True)`): a
             decorator is returned.
         mode: A mode of Inductor, which then is the inner compiler.
+        guard_filter_fn: torch.compile's option of that name: which of Dynamo's guards each call checks, a third of the
+            Python around a decode step. `torch.compiler.skip_guard_on_all_nn_modules_unsafe` leaves out those about
+            modules, for a model that stays as it is from its first call on.
         options: See `Options`.
     Raises:
         InvalidOption: an option is unknown or has a value that this version does not have.
     """
     backend = Backend(Options.from_mapping(options), mode)
+    how = {} if guard_filter_fn is None else {"options": {"guard_filter_fn": guard_filter_fn}}
     if model is None:
-        return lambda target: _compile(target, backend)
-    return _compile(model, backend)
+        return lambda target: _compile(target, backend, how)
+    return _compile(model, backend, how)
 
 
-def _compile(target: Any, backend: Backend) -> Any:
+def _compile(target: Any, backend: Backend, how: dict[str, Any]) -> Any:
     if isinstance(target, torch.nn.Module):
-        target.compile(backend=backend)
+        target.compile(backend=backend, **how)
         _backends[target] = backend
         return target
     if isinstance(target, type) and issubclass(target, torch.nn.Module):
         raise TypeError("Decorate the forward method of a module class, or compile an instance, not the class itself.")
     if not callable(target):
         raise TypeError(f"gemkv_compile.compile takes an nn.Module or a function, got {type(target).__name__}.")
-    compiled = torch.compile(target, backend=backend)
+    compiled = torch.compile(target, backend=backend, **how)
     _backends[compiled] = backend
     return compiled
 

@@ -25,7 +25,7 @@ from gemkv_compile.runtime.dropping import Chosen, Dropper
 from gemkv_compile.runtime.handle import PagedKVTensor, make_handle
 from gemkv_compile.runtime.importing import continue_past
 from gemkv_compile.runtime.newest import NewestPasts, NewestRows
-from gemkv_compile.runtime.padding import aligned_padding
+from gemkv_compile.runtime.padding import Paddings
 from gemkv_compile.runtime.page_table import PageTable
 from gemkv_compile.runtime.pool import PagePool, pools
 from gemkv_compile.runtime.reservation import HeldPages
@@ -65,6 +65,7 @@ class Executable:
         self._has_places = any(table.buffer is not None for table in plan.tables)
         self._newest = None if self._has_places or dropper else NewestPasts(plan.tables, self._pools)
         self._rows = None if self._has_places else NewestRows(plan.tables, self._pools)
+        self._paddings = Paddings(plan.paddings)
         self._sizes = [(table.batch, table.num_tokens) for table in plan.tables]
         self._has_fixed_sizes = all(isinstance(size, int) for pair in self._sizes for size in pair)
         results = list(enumerate(plan.results))
@@ -154,7 +155,7 @@ class Executable:
     def _inputs(
         self, args: Sequence[Any], tables: list[PageTable], starts: list[int], sizes: list[tuple[int, int]]
     ) -> list[Any]:
-        paddings = [aligned_padding(p, args, starts[p.table], sizes[p.table][0]) for p in self._plan.paddings]
+        paddings = self._paddings.aligned(args, starts, [batch for batch, _ in sizes])
         inputs = []
         for source in self._plan.inputs:
             if isinstance(source, Argument):

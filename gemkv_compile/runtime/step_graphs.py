@@ -15,7 +15,7 @@ import torch
 from gemkv_compile.compat import end_failed_capture, same_addresses
 from gemkv_compile.plan import AlignedPadding, Argument, CallPlan, SizeTensor, State
 from gemkv_compile.runtime.handle import PagedKVTensor
-from gemkv_compile.runtime.padding import copy_padding, padding_columns
+from gemkv_compile.runtime.padding import Paddings, columns_of, copy_aligned
 from gemkv_compile.runtime.page_table import PageTable
 from gemkv_compile.runtime.state_slot import StateSlot, slots
 from gemkv_compile.runtime.streams import StreamOrder
@@ -74,7 +74,7 @@ class Capture:
             which would be kept alive.
         copied: Positions of buffers that each call's argument is copied to.
         fixed, addresses: Positions of tensors that are read where they are, and their addresses.
-        paddings: Padding masks by number, bool [batch, columns].
+        paddings: Buffers of padding masks, bool [batch, columns], and the numbers of the masks that are in each.
     """
 
     slot: StateSlot
@@ -82,7 +82,7 @@ class Capture:
     copied: tuple[int, ...]
     fixed: tuple[int, ...]
     addresses: list[int]
-    paddings: dict[int, torch.Tensor]
+    paddings: list[tuple[torch.Tensor, list[int]]]
     recording: Any = None
     is_warm: bool = False
     failed: bool = False
@@ -119,6 +119,7 @@ class StepGraphs:
         self._say = say
         self._said: set[str] = set()
         self._sizes = [(i, source.size) for i, source in enumerate(plan.inputs) if isinstance(source, SizeTensor)]
+        self._paddings = Paddings(plan.paddings)
         self._keeps = [table.keep for table in plan.tables]
         self._last: Choice | None = None
 
@@ -127,7 +128,8 @@ class StepGraphs:
 
         Outputs are memory of their own: no later step overwrites them.
         """
-        chosen = self._choose(args, tables, starts)
+        keys = self._paddings.keys(args, starts)
+        chosen = self._choose(args, tables, keys)
         if chosen is None or chosen.capture.failed:
             return None
         slot = chosen.capture.slot
@@ -135,19 +137,19 @@ class StepGraphs:
             return None
         try:
             with _order(slot.device):
-                return self._run(chosen, args, tables, starts)
+                return self._run(chosen, args, tables, keys)
         finally:
             slot.lock.release()
 
     def _run(
-        self, chosen: Choice, args: Sequence[Any], tables: Sequence[PageTable], starts: Sequence[int]
+        self, chosen: Choice, args: Sequence[Any], tables: Sequence[PageTable], keys: Sequence[tuple[int, int]]
     ) -> list[Any] | None:
         capture = chosen.capture
         if not capture.slot.bind(tables):
             return None
-        for number, buffer in capture.paddings.items():
-            padding = self._plan.paddings[number]
-            copy_padding(padding, args, starts[padding.table], buffer)
+        for buffer, (number, *_) in capture.paddings:
+            source, shift = keys[number]
+            copy_aligned(args[source], shift, buffer)
         for position, size in self._sizes:
             capture.inputs[position].fill_(size if isinstance(size, int) else size(args))
         if chosen.copied:
@@ -182,16 +184,18 @@ class StepGraphs:
         replayed: Sequence[Any] = capture.recording.replay()
         return replayed
 
-    def _choose(self, args: Sequence[Any], tables: Sequence[PageTable], starts: Sequence[int]) -> Choice | None:
+    def _choose(
+        self, args: Sequence[Any], tables: Sequence[PageTable], keys: Sequence[tuple[int, int]]
+    ) -> Choice | None:
         """The capture that serves a call, and the arguments that it copies and that it reads where they are."""
-        if self._last is not None and self._fits(self._last, args, tables, starts):
+        if self._last is not None and self._fits(self._last, args, tables, keys):
             return self._last
         for capture in self._captures:
             found = self._choice(capture)
-            if self._fits(found, args, tables, starts):
+            if self._fits(found, args, tables, keys):
                 self._last = found
                 return found
-        made = self._make(args, tables, starts)
+        made = self._make(args, tables, keys)
         if made is None:
             return None
         self._captures.insert(0, made)
@@ -211,7 +215,9 @@ class StepGraphs:
         sources = [self._plan.inputs[position] for position in positions]
         return [source.index for source in sources if isinstance(source, Argument)]
 
-    def _fits(self, choice: Choice, args: Sequence[Any], tables: Sequence[PageTable], starts: Sequence[int]) -> bool:
+    def _fits(
+        self, choice: Choice, args: Sequence[Any], tables: Sequence[PageTable], keys: Sequence[tuple[int, int]]
+    ) -> bool:
         capture = choice.capture
         if not capture.slot.has_room_for(tables):
             return False
@@ -219,13 +225,15 @@ class StepGraphs:
             value = args[index]
             if isinstance(value, PagedKVTensor) or value.shape != buffer.shape:
                 return False
-        for number, buffer in capture.paddings.items():
-            padding = self._plan.paddings[number]
-            if padding_columns(padding, args, starts[padding.table]) > buffer.shape[1]:
+        for buffer, numbers in capture.paddings:
+            source, shift = key = keys[numbers[0]]
+            if columns_of(args[source], shift) > buffer.shape[1] or any(keys[number] != key for number in numbers):
                 return False
         return same_addresses(choice.fixed(args), capture.addresses)
 
-    def _make(self, given: Sequence[Any], tables: Sequence[PageTable], starts: Sequence[int]) -> Capture | None:
+    def _make(
+        self, given: Sequence[Any], tables: Sequence[PageTable], keys: Sequence[tuple[int, int]]
+    ) -> Capture | None:
         device = tables[0].pool.device
         if any(table.pool.device != device for table in tables):
             self._tell("not captured: its caches are on several devices")
@@ -233,7 +241,8 @@ class StepGraphs:
         self._note_moved(given)
         slot = slots.get(tables, self._keeps)
         inputs: list[Any] = []
-        copied, fixed, addresses, paddings = [], [], [], {}
+        copied, fixed, addresses = [], [], []
+        paddings: dict[tuple[int, int, int], tuple[torch.Tensor, list[int]]] = {}
         for position, source in enumerate(self._plan.inputs):
             if isinstance(source, State):
                 inputs.append(getattr(slot.states[source.table], source.field))
@@ -241,12 +250,14 @@ class StepGraphs:
                 with torch.inference_mode(False):
                     inputs.append(torch.empty((), dtype=torch.int64, device=source.device))
             elif isinstance(source, AlignedPadding):
-                plan = self._plan.paddings[source.padding]
-                columns = padding_columns(plan, given, starts[plan.table])
-                width = max(MIN_PADDING_COLUMNS, 2 << (columns - 1).bit_length())
-                with torch.inference_mode(False):
-                    buffer = torch.ones(tables[plan.table].batch, width, dtype=torch.bool, device=device)
-                paddings[source.padding] = buffer
+                batch = tables[self._plan.paddings[source.padding].table].batch
+                key = (*keys[source.padding], batch)
+                if key not in paddings:
+                    columns = columns_of(given[key[0]], key[1])
+                    with torch.inference_mode(False):
+                        paddings[key] = _mask_buffer(batch, columns, device), []
+                buffer, numbers = paddings[key]
+                numbers.append(source.padding)
                 inputs.append(buffer)
             else:
                 value = given[source.index]
@@ -266,7 +277,7 @@ class StepGraphs:
                         with torch.inference_mode(False):
                             value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
                 inputs.append(value)
-        return Capture(slot, inputs, tuple(copied), tuple(fixed), addresses, paddings)
+        return Capture(slot, inputs, tuple(copied), tuple(fixed), addresses, list(paddings.values()))
 
     def _stays(self, position: int, value: torch.Tensor) -> bool:
         """Whether an input is read where it is: what belongs to the model, and what is large and has not moved yet."""
@@ -286,6 +297,12 @@ class StepGraphs:
             self._said.add(sentence)
             log.info("gemkv: CUDA graph: %s", sentence)
             self._say(sentence)
+
+
+def _mask_buffer(batch: int, columns: int, device: torch.device) -> torch.Tensor:
+    """Room for a mask that grows: each row that a longer one needs is another capture."""
+    width = max(MIN_PADDING_COLUMNS, 2 << (columns - 1).bit_length())
+    return torch.ones(batch, width, dtype=torch.bool, device=device)
 
 
 def _picker(indices: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
