@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -14,6 +15,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# pytest 9.2 listens to every logger that does not propagate, and where anybody listens to this one PyTorch writes out
+# each graph and its guards: a quarter of the time of tests that compile.
+logging.getLogger("torch.__trace").propagate = True
 
 ROOT = Path(__file__).parent.parent
 

@@ -14,8 +14,8 @@ def generate(model, ids, tokens=40):
         return model.generate(ids, max_new_tokens=tokens, do_sample=False, return_dict_in_generate=True)
 
 
-TWICE = ("gemma4", "eager")  # a family whose other form is here too
-CELLS = tiers([cell for cell in LATER_CELLS if cell != TWICE], [TWICE])
+SLOW = [("gemma4", "eager"), ("gemma3n", "sdpa")]  # whose other form is here, and of which other tests are
+CELLS = tiers([cell for cell in LATER_CELLS if cell not in SLOW], SLOW)
 
 
 @pytest.mark.parametrize("family, attention", CELLS)

@@ -19,19 +19,19 @@ from gemkv_compile.runtime.pool import PagePool
 LAYERS = ["sliding_attention"] * 5 + ["full_attention"]
 
 
-def gemma3_270m_shaped():
+def gemma3_270m_shaped(periods=3):
     """Keys and values exactly as in Gemma 3 270M (18 layers, every sixth full, window 512, one head of 256), in a
-    model that is otherwise as small as can be."""
+    model that is otherwise as small as can be; of fewer layers, `periods` times five windows and a full one."""
     config = Gemma3TextConfig(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=32,
-        num_hidden_layers=18,
+        num_hidden_layers=6 * periods,
         num_attention_heads=4,
         num_key_value_heads=1,
         head_dim=256,
         sliding_window=512,
-        layer_types=LAYERS * 3,
+        layer_types=LAYERS * periods,
         max_position_embeddings=65536,
     )
     torch.manual_seed(0)
@@ -87,7 +87,7 @@ def test_memory_returns_when_the_cache_dies():
     """1 cache, 4 beams, 2 continuations: after all of them no page is in use, and slabs can be given back."""
     import copy
 
-    model = gemkv_compile.compile(gemma3_270m_shaped(), kv_format="int8", strict=True)
+    model = gemkv_compile.compile(gemma3_270m_shaped(periods=1), kv_format="int8", strict=True)
     before = sum(pool.in_use for pool in kv_memory(()).pools)
     with torch.no_grad():
         out = model.generate(
@@ -106,7 +106,7 @@ def test_memory_returns_when_the_cache_dies():
 
 
 def test_growth_is_counted_per_sequence_and_shared_pages_once():
-    model = gemkv_compile.compile(gemma3_270m_shaped(), kv_format="int8", strict=True)
+    model = gemkv_compile.compile(gemma3_270m_shaped(periods=1), kv_format="int8", strict=True)
     with torch.no_grad():
         cache = model(prompt(1, 700)).past_key_values
         one = kv_memory(cache)
@@ -165,7 +165,7 @@ def test_what_is_no_cache_is_named(wrong):
 
 
 def test_handles_in_a_nested_cache_are_counted():
-    model = gemkv_compile.compile(gemma3_270m_shaped(), kv_format="int8", strict=True)
+    model = gemkv_compile.compile(gemma3_270m_shaped(periods=1), kv_format="int8", strict=True)
     with torch.no_grad():
         cache = model(prompt(1, 100)).past_key_values
     assert kv_memory({"past": [cache]}).total == kv_memory(cache).total > 0

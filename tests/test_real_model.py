@@ -79,7 +79,7 @@ def test_int8_logits_are_those_of_the_format(eager):
 
 
 def test_demo(capsys):
-    assert main(["demo", "--tokens", "8"]) == 0
+    assert main(["demo", "--tokens", "8", "--prompt", default_prompt()[:700]]) == 0
     out = capsys.readouterr().out
     for word in ("Gemma 3 270M in bfloat16", "key/value bytes", "On a CPU the gain is memory", "causal, window 512"):
         assert word in out, word
