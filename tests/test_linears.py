@@ -32,8 +32,8 @@ def check_close(got, x, weights, biases):
     assert len(got) == len(exact)
     for ours, reference in zip(got, exact, strict=True):
         assert ours.dtype == x.dtype and ours.shape == reference.shape
-        # One rounding of the result, and sums of float32.
-        bound = torch.finfo(x.dtype).eps * 0.51 * reference.abs() + 1e-5
+        # One rounding of the result, and sums in float32; tensor cores cut off what they add.
+        bound = torch.finfo(x.dtype).eps * 0.51 * reference.abs() + 1e-5 + 1e-8 * x.shape[-1]
         assert ((ours.double() - reference).abs() <= bound).all()
 
 

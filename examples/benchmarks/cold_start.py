@@ -3,7 +3,8 @@
     python cold_start.py [--models gemma3-4b] [--modes inductor,static,gemkv,gemkv-whole] [--tokens 4096]
 
 The clock starts when the model stands on the GPU and stops when `generate` has returned one token, and again when a
-second call has returned 35: by then decode steps are compiled too. "gemkv-whole" is gemkv without `split_layers`. Every mode has its own process and cache folders.
+second call has returned 35: by then decode steps are compiled too. "gemkv-whole" is gemkv without `split_layers`. Every
+mode has its own process and cache folders.
 """
 
 from __future__ import annotations

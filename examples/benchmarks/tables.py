@@ -130,10 +130,10 @@ MODES = {
     "quantized": "QuantizedCache, quanto int4",
     "gemkv": "**gemkv**, int8",
     "gemkv-launches": "gemkv, int8, without CUDA graphs",
+    "gemkv-unguarded": "gemkv, int8, without guards on modules",
+    "gemkv-whole": "gemkv, int8, layers compiled together",
 }
-
-
-OURS = ("gemkv", "gemkv-launches")
+OURS = ("gemkv", "gemkv-launches", "gemkv-unguarded", "gemkv-whole")
 
 
 def end_to_end(result: dict[str, Any]) -> str:
@@ -154,6 +154,15 @@ def end_to_end(result: dict[str, Any]) -> str:
             best = min(r[key] for r in same if key in r and r["mode"] not in OURS)
             cells.append(f"{row[key]:{form}}" + (f" ({row[key] / best:.2f}x)" if row["mode"] in OURS else ""))
         lines.append(f"{start} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def cold_start(result: dict[str, Any]) -> str:
+    """Seconds until the first token and until decode steps are compiled, by model and mode."""
+    lines = ["| model, prompt | mode | first token, s | decode steps compiled, s |", "|---|---|---:|---:|"]
+    for row in result["rows"]:
+        cells = [f"{row[key]:.0f}" if key in row else row["failed"] for key in ("first_token_s", "warm_s")]
+        lines.append(f"| {row['model']}, {row['tokens']} | {MODES[row['mode']]} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -345,6 +354,7 @@ TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str, str]] = {  # how, 
     "prefill_kernel": (prefill_kernel, "TFLOPS of medians", "README.md"),
     "prefill_append": (prefill_append, "median microseconds", "DESIGN.md"),
     "prefill_int8": (prefill_int8, "TFLOPS of medians", "DESIGN.md"),
+    "cold_start": (cold_start, "a fresh process, no compile caches", "DESIGN.md"),
     "linears": (linears, "median microseconds", "DESIGN.md"),
     "int8_forms": (int8_forms, "95% intervals", "DESIGN.md"),
     "int4_forms": (int8_forms, "95% intervals", "DESIGN.md"),
