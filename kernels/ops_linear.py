@@ -24,7 +24,8 @@ def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor], version: str
     """The products of the rows of x with each weight, plus its bias: what `F.linear` gives for each, in one launch.
 
     Args:
-        x: [..., in_features], bfloat16 or float16; at most MAX_ROWS rows, and in_features a multiple of STEP.
+        x: [..., in_features], bfloat16 or float16; in_features a multiple of STEP. The kernel is for at most MAX_ROWS
+            rows; more are multiplied as `F.linear` does it, one launch a weight.
         weights: 1 to MAX_WEIGHTS tensors [out_features, in_features], contiguous, dtype of x.
         biases: A tensor [out_features] for each weight, contiguous, or none at all.
         version: Names the passes that built the graph, for compile caches.
@@ -48,10 +49,8 @@ def _check(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> None:
     if x.dtype not in DTYPES or any(tensor.dtype != x.dtype for tensor in (*weights, *biases)):
         found = ", ".join(str(tensor.dtype) for tensor in (x, *weights, *biases))
         raise UnsupportedDtype(f"linears takes tensors of one dtype, bfloat16 or float16, got {found}.")
-    if not 0 < x.numel() <= MAX_ROWS * features or features % STEP:
-        raise ShapeMismatch(
-            f"linears takes 1 to {MAX_ROWS} rows of a multiple of {STEP} features, got {tuple(x.shape)}."
-        )
+    if not x.numel() or features % STEP:
+        raise ShapeMismatch(f"linears takes rows of a multiple of {STEP} features, got {tuple(x.shape)}.")
     if not 1 <= len(weights) <= MAX_WEIGHTS or len(biases) not in (0, len(weights)):
         raise ShapeMismatch(
             f"linears takes 1 to {MAX_WEIGHTS} weights, and a bias for each or none: got {len(weights)} weights and "

@@ -1,8 +1,9 @@
 """Stage 8: products of few rows with weights, as a decode step has them, by one operator for those of one input.
 
-A node is taken if it is `F.linear` of at most 16 rows with a weight that is an input of the graph, contiguous and in
-the dtype of the rows. Several weights share a launch if they multiply the same node and nothing is written in between
-that could be the memory of the rows, a weight or a bias. Nothing else of the graph changes.
+A node is taken if it is `F.linear` of at most 16 rows, or of one row for each of several sequences however many, with a
+weight that is an input of the graph, contiguous and in the dtype of the rows. Several weights share a launch if they
+multiply the same node and nothing is written in between that could be the memory of the rows, a weight or a bias.
+Nothing else of the graph changes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from gemkv_compile.kernels.ops_linear import DTYPES, MAX_ROWS, MAX_WEIGHTS, STEP, linears
 from gemkv_compile.passes.effects import writes_of
 from gemkv_compile.passes.lens import value_of
+from gemkv_compile.passes.symbols import static_int
 from gemkv_compile.passes.version import pass_version
 
 DEVICES = frozenset({"cuda"})
@@ -29,15 +31,19 @@ WIDE = 65536  # output features of a single weight from which more rows than one
 
 @dataclass(frozen=True)
 class LinearsReport:
-    """What was done: `products` products of `rows` rows in `launches` launches; those left, counted by reason."""
+    """What was done: `products` products of `rows` rows in `launches` launches; those left, counted by reason.
+
+    Args:
+        rows: The most rows of a product; None if the number of sequences may change.
+    """
 
     products: int
     launches: int
-    rows: int
+    rows: int | None
     left: tuple[tuple[str, int], ...]
 
     def __str__(self) -> str:
-        rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
+        rows = "1 row" if self.rows == 1 else f"{self.rows or 'a few'} rows"
         left = "".join(f"; {count} left: {reason}" for reason, count in self.left)
         return f"{self.products} products of {rows} with weights in {self.launches} launches{left}"
 
@@ -52,7 +58,8 @@ def fuse_linears(module: GraphModule) -> LinearsReport | None:
     found = [node for node in graph.nodes if _is_few_rows(node)]
     if not found:
         return None
-    rows = max(_rows(node) for node in found)
+    counts = [_rows(node) for node in found]
+    rows = None if None in counts else max(count for count in counts if count)
     if why := _not_at_all(graph):
         return LinearsReport(0, 0, rows, ((why, len(found)),))
     left: Counter[str] = Counter()
@@ -64,7 +71,7 @@ def fuse_linears(module: GraphModule) -> LinearsReport | None:
             taken.append(node)
     products = launches = 0
     for group in _groups(graph, taken):
-        if len(group) == 1 and _rows(group[0]) > 1 and value_of(_arguments(group[0])[1]).shape[0] < WIDE:
+        if len(group) == 1 and _rows(group[0]) != 1 and value_of(_arguments(group[0])[1]).shape[0] < WIDE:
             left["several rows, and no other weight of the same input"] += 1
             continue
         _replace(graph, group)
@@ -85,11 +92,17 @@ def _is_few_rows(node: Node) -> bool:
     value = value_of(_arguments(node)[0])
     if not isinstance(value, torch.Tensor) or value.device.type not in DEVICES:
         return False
-    return all(isinstance(size, int) for size in value.shape) and 0 < prod(value.shape[:-1]) <= MAX_ROWS
+    *sizes, features = map(static_int, value.shape)
+    if features is None:
+        return False
+    rows = _rows(node)
+    return 0 < rows <= MAX_ROWS if rows is not None else sizes[1:] == [1]
 
 
-def _rows(node: Node) -> int:
-    return prod(value_of(_arguments(node)[0]).shape[:-1])
+def _rows(node: Node) -> int | None:
+    """Rows of a product; None if their number may change."""
+    sizes = list(map(static_int, value_of(_arguments(node)[0]).shape[:-1]))
+    return None if None in sizes else prod(size for size in sizes if size is not None)
 
 
 def _not_at_all(graph: Graph) -> str:

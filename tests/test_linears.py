@@ -100,7 +100,6 @@ def test_bad_arguments():
     for error, args in [
         (UnsupportedDtype, (x.float(), weights, biases)),
         (UnsupportedDtype, (x.float(), [w.float() for w in weights], [])),
-        (ShapeMismatch, (x.expand(17, 1, 64), weights, biases)),
         (ShapeMismatch, (x[:, :0], weights, biases)),
         (ShapeMismatch, (x[..., :32].contiguous(), [w[:, :32].contiguous() for w in weights], [])),
         (ShapeMismatch, (x, weights, biases[:1])),
@@ -242,9 +241,21 @@ def test_a_transposed_weight_is_left():
     assert "1 left: its weight is not contiguous" in str(report) and widths == [[64], [64], [32]]
 
 
-def test_not_for_many_rows_nor_for_a_size_that_may_change():
+def test_not_for_many_rows_nor_for_tokens_that_may_be_many():
     assert fused(Layer(), torch.randn(1, MAX_ROWS + 1, 64, dtype=BF16)) == (None, [])
-    assert fused(Layer(), torch.randn(3, 1, 64, dtype=BF16), dynamic=True) == (None, [])
+    assert fused(Layer(), torch.randn(2, 3, 64, dtype=BF16), dynamic=True) == (None, [])
+
+
+def test_any_number_of_sequences():
+    """Once Dynamo has seen two batch sizes, the number of sequences is a symbol."""
+    report, widths = fused(Layer(bias=True), torch.randn(3, 1, 64, dtype=BF16), dynamic=True)
+    assert widths == [[128, 64, 32]] and "3 products of a few rows" in str(report)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_more_rows_than_the_kernel_has(device):
+    case = random_case(MAX_ROWS + 1, 64, (8, 3), device=device)
+    check_close(linears_triton(*case), *case)
 
 
 def test_not_where_gradients_are_asked_for():

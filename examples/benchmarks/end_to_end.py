@@ -192,7 +192,8 @@ def main() -> None:
                 row["compile_caches"] = "warm" if arguments.parallel_warm_up else "as found"
                 rows.append(row | outcome(*one, LIMIT_S))
                 print(rows[-1], flush=True)
-    print(f"saved to {save(arguments.save_as, rows)}")
+                path = save(arguments.save_as, rows)  # each time: a run that is cut short leaves what it had
+    print(f"saved to {path}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def linears_triton(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
     """Arguments and results as in `gemkv_compile.kernels.ops_linear.linears`."""
     features = x.shape[-1]
     rows = x.reshape(-1, features).contiguous()
-    if any(tensor.data_ptr() % ALIGNMENT for tensor in (rows, *weights, *biases)):
+    if len(rows) > MAX_ROWS or any(tensor.data_ptr() % ALIGNMENT for tensor in (rows, *weights, *biases)):
         return linears_reference(x, weights, biases)
     outs = _results(x, weights)
     chosen = sizes(len(rows), features)
