@@ -43,8 +43,9 @@ from gemkv_compile.report_parts import Drift, EngineChoice, ShadowedCall
 from gemkv_compile.runtime.drift import Figures
 from gemkv_compile.runtime.dropping import Dropper
 from gemkv_compile.runtime.executable import Executable
+from gemkv_compile.runtime.recording import RECORDERS
 from gemkv_compile.runtime.shadow import Shadowed
-from gemkv_compile.runtime.step_graphs import RECORDERS, StepGraphs
+from gemkv_compile.runtime.step_graphs import StepGraphs
 
 log = logging.getLogger(__name__)
 RECOMPILE_LIMIT = 64

@@ -13,7 +13,7 @@ from tiny_models import build, prompt, tuple_model
 from tiny_models import greedy as tuple_greedy
 
 import gemkv_compile
-from gemkv_compile.runtime import step_graphs
+from gemkv_compile.runtime import recording, step_graphs
 
 
 @pytest.fixture(autouse=True)
@@ -182,7 +182,7 @@ def test_a_capture_that_fails(monkeypatch, caplog):
     def refuse(function, device):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setitem(step_graphs.RECORDERS, "cpu", refuse)
+    monkeypatch.setitem(recording.RECORDERS, "cpu", refuse)
     model = compiled("gemma3")
     with caplog.at_level("INFO", "gemkv_compile"):
         assert torch.equal(greedy(model, 20, 10), expected("gemma3", 20, 10))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gemkv_compile.runtime import step_graphs
+from gemkv_compile.runtime import recording
 
 KINDS = {  # of kernels, by name; the first that fits
     "attention": r"attend|combine_splits",
@@ -32,7 +32,7 @@ def kernels_of(seen: Any) -> list[tuple[str, float]]:
 def replays_timed() -> Iterator[list[tuple[Any, Any]]]:
     """Puts events around each replay; yields the pairs."""
     pairs: list[tuple[Any, Any]] = []
-    replay = step_graphs.Recording.replay
+    replay = recording.Recording.replay
 
     def timed(self: Any) -> Any:
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -42,11 +42,11 @@ def replays_timed() -> Iterator[list[tuple[Any, Any]]]:
         pairs.append((first, last))
         return results
 
-    step_graphs.Recording.replay = timed  # type: ignore[method-assign]
+    recording.Recording.replay = timed  # type: ignore[method-assign]
     try:
         yield pairs
     finally:
-        step_graphs.Recording.replay = replay  # type: ignore[method-assign]
+        recording.Recording.replay = replay  # type: ignore[method-assign]
 
 
 def kernels_by_kind(profiles: list[list[tuple[str, float]]]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch
 from harness import save
 
 import gemkv_compile
-from gemkv_compile.runtime import step_graphs
+from gemkv_compile.runtime import recording
 from gemkv_compile.runtime.executable import Executable
 
 
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        step_graphs.RECORDERS["cpu"] = Nothing
+        recording.RECORDERS["cpu"] = Nothing
     row = measure(arguments.layers, arguments.steps, "cuda" if torch.cuda.is_available() else "cpu")
     print(row)
     print(f"saved to {save('step_overhead', [row])}")

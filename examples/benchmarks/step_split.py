@@ -35,7 +35,7 @@ from end_to_end import MODELS
 from harness import save
 
 import gemkv_compile
-from gemkv_compile.runtime import step_graphs
+from gemkv_compile.runtime import recording
 from gemkv_compile.runtime.executable import Executable
 
 PROFILED_STEPS = 5
@@ -244,7 +244,7 @@ def child(name: str, batches: list[int], tokens: int, steps: int, options: dict[
     else:
         from step_overhead import Nothing
 
-        step_graphs.RECORDERS["cpu"] = Nothing
+        recording.RECORDERS["cpu"] = Nothing
     with torch.device(device):
         model = (MODELS[name]() if device == "cuda" else tiny(name)).eval()
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None

@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 
-from gemkv_compile.runtime import step_graphs
+from gemkv_compile.runtime import recording
 from gemkv_compile.runtime.state_slot import slots
 
 
@@ -35,7 +35,7 @@ def replayed_on_cpu(monkeypatch):
         made.append(Replayed(function, device))
         return made[-1]
 
-    monkeypatch.setitem(step_graphs.RECORDERS, "cpu", record)
+    monkeypatch.setitem(recording.RECORDERS, "cpu", record)
     slots.clear()
     yield made
     slots.clear()
