@@ -93,7 +93,7 @@ def main() -> None:
             row = {"model": name, "mode": mode, "tokens": arguments.tokens}
             rows.append(row | run_apart(name, mode, arguments.tokens))
             print(rows[-1], flush=True)
-    save("cold_start", rows)
+            save("cold_start", rows)  # each time: a run that is cut short leaves what it had
 
 
 if __name__ == "__main__":
