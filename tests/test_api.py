@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import inputs, sdpa, tree_close
-from tiny_models import TupleModel, build, generated, prompt
+from tiny_models import TupleModel, build, generated, prompt, tuple_model
 
 import gemkv_compile
 from gemkv_compile import Options, PagedKVTensor
@@ -50,6 +50,31 @@ def test_decorator_on_a_forward_method():
     torch.manual_seed(0)
     _, pasts = Decorated().eval()(prompt(1, 5))
     assert isinstance(pasts[0][0], PagedKVTensor)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["module", "function", "decorator"])
+def test_guard_filter(how):
+    """torch.compile's option: guards on modules are left out, others are not: another length is still traced anew."""
+    seen = []
+
+    def no_modules(entries):
+        kept = torch.compiler.skip_guard_on_all_nn_modules_unsafe(entries)
+        seen.append((len(kept), sum(kept)))
+        return kept
+
+    model, plain, options = tuple_model(), tuple_model(), dict(kv_format="model", guard_filter_fn=no_modules)
+    call = model
+    if how == "module":
+        gemkv_compile.compile(model, **options)
+    elif how == "function":
+        call = gemkv_compile.compile(model.forward, **options)
+    else:
+        call = gemkv_compile.compile(**options)(model.forward)
+    for tokens in (5, 9):
+        ids = prompt(1, tokens)
+        torch.testing.assert_close(call(ids)[0], plain(ids)[0], rtol=1e-4, atol=1e-4)
+    assert seen and all(0 < kept < total for total, kept in seen)
 
 
 @torch.no_grad()
