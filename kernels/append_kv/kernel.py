@@ -116,9 +116,9 @@ def _part(
     if IS_VALUE and BITS == 4:  # norms are of all channels, so one program has them all
         if first == 0:
             if block != 0:
-                norms = token_norms(rows, new, token_stride, dim_stride, step, fill, total, BITS, D, GROUP, BLOCK_D)
+                norms = token_norms(rows, new, token_stride, dim_stride, step, fill, BITS, D, GROUP, BLOCK_D)
                 for at in range(0, D, BLOCK_D):
-                    commit(rows, new, token_stride, dim_stride, step, fill, total, norms, at, block,
+                    commit(rows, new, token_stride, dim_stride, step, fill, norms, at, block,
                            IS_VALUE, BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
             if step == 0:
                 tl.debug_barrier()
@@ -129,7 +129,7 @@ def _part(
                         _fill_tail(rows, new, token_stride, dim_stride, 0, fill, total, at, BITS, D, GROUP, BLOCK_D)
     else:
         if block != 0:
-            commit(rows, new, token_stride, dim_stride, step, fill, total, (0, 0), first, block,
+            commit(rows, new, token_stride, dim_stride, step, fill, (0, 0), first, block,
                    IS_VALUE, BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
         if step == 0:
             tl.debug_barrier()

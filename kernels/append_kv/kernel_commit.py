@@ -38,7 +38,7 @@ def channels(first, BITS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def commit(
-    tail, new, token_stride, dim_stride, step, fill, total, norms, first, block, IS_VALUE: tl.constexpr,
+    tail, new, token_stride, dim_stride, step, fill, norms, first, block, IS_VALUE: tl.constexpr,
     BITS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr,
     QUANTISED: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -47,16 +47,16 @@ def commit(
     The channels are those of `channels`, the group that of `load_tokens`; norms: its `token_norms`, if it has some.
     """
     if BITS == 6:
-        _commit_quarters(tail, new, token_stride, dim_stride, step, fill, total, first, block,
+        _commit_quarters(tail, new, token_stride, dim_stride, step, fill, first, block,
                          D, GROUP, K_BYTES, V_BYTES, BLOCK_D)  # fmt: skip
     else:
-        _commit_halves(tail, new, token_stride, dim_stride, step, fill, total, norms, first, block, IS_VALUE,
+        _commit_halves(tail, new, token_stride, dim_stride, step, fill, norms, first, block, IS_VALUE,
                        BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
 
 
 @triton.jit
 def _commit_halves(
-    tail, new, token_stride, dim_stride, step, fill, total, norms, first, block, IS_VALUE: tl.constexpr,
+    tail, new, token_stride, dim_stride, step, fill, norms, first, block, IS_VALUE: tl.constexpr,
     BITS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr,
     QUANTISED: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -66,8 +66,8 @@ def _commit_halves(
     token = tl.arange(0, GROUP)
     if BITS == 4:
         dim = first // BLOCK_D * (BLOCK_D // 2) + tl.arange(0, BLOCK_D // 2)  # a multiple that the compiler sees
-        x = load_tokens(tail, new, token_stride, dim_stride, step, fill, total, dim, WIDTH, D, GROUP)
-        y = load_tokens(tail, new, token_stride, dim_stride, step, fill, total, dim + WIDTH, D, D, GROUP)
+        x = load_tokens(tail, new, token_stride, dim_stride, step, fill, dim, WIDTH, D, GROUP)
+        y = load_tokens(tail, new, token_stride, dim_stride, step, fill, dim + WIDTH, D, D, GROUP)
         if IS_VALUE:
             low = quantise_values(x, norms[0], scales, dim, WIDTH)
             high = quantise_values(y, norms[1], scales, dim + WIDTH, D)
@@ -79,7 +79,7 @@ def _commit_halves(
         x = (low & 15) | (high << 4)
     else:
         dim = first + tl.arange(0, BLOCK_D)
-        x = load_tokens(tail, new, token_stride, dim_stride, step, fill, total, dim, D, D, GROUP)
+        x = load_tokens(tail, new, token_stride, dim_stride, step, fill, dim, D, D, GROUP)
         if QUANTISED:
             x = quantise_channels(x, scales, dim, D, D, LARGEST_OF_8)
     place = dim[None, :] * GROUP + token[:, None] if IS_VALUE else token[:, None] * WIDTH + dim[None, :]
@@ -90,7 +90,7 @@ def _commit_halves(
 
 @triton.jit
 def _commit_quarters(
-    tail, new, token_stride, dim_stride, step, fill, total, first, block, D: tl.constexpr, GROUP: tl.constexpr,
+    tail, new, token_stride, dim_stride, step, fill, first, block, D: tl.constexpr, GROUP: tl.constexpr,
     K_BYTES: tl.constexpr, V_BYTES: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """`commit` for keys of 6 bits."""
@@ -102,9 +102,9 @@ def _commit_quarters(
     rests = tl.zeros([GROUP, BLOCK_D // 4], tl.int8)
     for half in tl.static_range(2):  # the quarters whose upper bits share a byte
         at, after = half * PART, (half + 2) * PART
-        x = load_tokens(tail, new, token_stride, dim_stride, step, fill, total, dim + at, at + PART, D, GROUP)
+        x = load_tokens(tail, new, token_stride, dim_stride, step, fill, dim + at, at + PART, D, GROUP)
         low = quantise_channels(x, scales, dim + at, at + PART, D, LARGEST_OF_6)
-        x = load_tokens(tail, new, token_stride, dim_stride, step, fill, total, dim + after, after + PART, D, GROUP)
+        x = load_tokens(tail, new, token_stride, dim_stride, step, fill, dim + after, after + PART, D, GROUP)
         high = quantise_channels(x, scales, dim + after, after + PART, D, LARGEST_OF_6)
         tl.store(row + at, ((low >> 2) & 15) | ((high >> 2) << 4), mask=inside)
         rests = rests | ((low & 3) << (2 * half)) | ((high & 3) << (2 * half + 4))

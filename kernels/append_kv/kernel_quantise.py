@@ -19,7 +19,7 @@ _TO_NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds a small 
 
 @triton.jit
 def load_tokens(
-    tail, new, token_stride, dim_stride, step, fill, total, dim,
+    tail, new, token_stride, dim_stride, step, fill, dim,
     END: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Group `step` of the `fill` tokens of the tail and the new ones behind them, [GROUP, channels below END].
@@ -40,7 +40,7 @@ def load_tokens(
 
 @triton.jit
 def token_norms(
-    tail, new, token_stride, dim_stride, step, fill, total,
+    tail, new, token_stride, dim_stride, step, fill,
     BITS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Norms of both halves of a group's tokens, as in `formats.quantise_values`; each [GROUP] float16."""
@@ -48,9 +48,9 @@ def token_norms(
         low, high = tl.zeros([GROUP], tl.int32), tl.zeros([GROUP], tl.int32)
         for first in range(0, D // 2, BLOCK_D // 2):
             dim = first + tl.arange(0, BLOCK_D // 2)
-            x = load_tokens(tail, new, token_stride, dim_stride, step, fill, total, dim, D // 2, D, GROUP)
+            x = load_tokens(tail, new, token_stride, dim_stride, step, fill, dim, D // 2, D, GROUP)
             low += _squares(x)
-            x = load_tokens(tail, new, token_stride, dim_stride, step, fill, total, dim + D // 2, D, D, GROUP)
+            x = load_tokens(tail, new, token_stride, dim_stride, step, fill, dim + D // 2, D, D, GROUP)
             high += _squares(x)
         norms = (_root(low), _root(high))
     else:

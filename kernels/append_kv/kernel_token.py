@@ -76,9 +76,9 @@ def append_token(
                 block = address + (at * GROUPS_PER_PAGE + group % GROUPS_PER_PAGE) * GROUP_BYTES
                 rows, last = tail + at * (TAIL_ROWS * D), new + at * head_stride
                 if is_value:  # every tile's program makes the norms of all channels: less to wait for than to share
-                    norms = token_norms(rows, last, 0, dim_stride, 0, fill, fill + 1, V_BITS, D, GROUP, BLOCK_D)
-                    commit(rows, last, 0, dim_stride, 0, fill, fill + 1, norms, first, block,
+                    norms = token_norms(rows, last, 0, dim_stride, 0, fill, V_BITS, D, GROUP, BLOCK_D)
+                    commit(rows, last, 0, dim_stride, 0, fill, norms, first, block,
                            True, V_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
                 else:
-                    commit(rows, last, 0, dim_stride, 0, fill, fill + 1, (0, 0), first, block,
+                    commit(rows, last, 0, dim_stride, 0, fill, (0, 0), first, block,
                            False, K_BITS, D, GROUP, K_BYTES, V_BYTES, QUANTISED, BLOCK_D)  # fmt: skip
