@@ -8,7 +8,7 @@ from static_models import BY_TENSOR, static_greedy, static_model
 from tiny_models import FAMILIES, LATER_CELLS, build, prompt
 
 import gemkv_compile
-from gemkv_compile.runtime.step_graphs import Recording
+from gemkv_compile.runtime.recording import Recording
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 CELLS = [(family, "eager" if family == "gemma2" else "sdpa") for family in FAMILIES] + LATER_CELLS
