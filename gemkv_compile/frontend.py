@@ -31,9 +31,9 @@ def compile(
             is returned. A function or method: the compiled function is returned. None (`@compile(strict=True)`): a
             decorator is returned.
         mode: A mode of Inductor, which then is the inner compiler.
-        guard_filter_fn: torch.compile's option of that name: which of Dynamo's guards each call checks, a third of the
-            Python around a decode step. `torch.compiler.skip_guard_on_all_nn_modules_unsafe` leaves out those about
-            modules, for a model that stays as it is from its first call on.
+        guard_filter_fn: torch.compile's option of that name: which of Dynamo's guards each call checks; with PyTorch
+            2.13 a third of the Python around a decode step. `torch.compiler.skip_guard_on_all_nn_modules_unsafe` leaves
+            out those about modules, for a model that stays as it is from its first call on.
         options: See `Options`.
     Raises:
         InvalidOption: an option is unknown or has a value that this version does not have.

@@ -17,7 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # pytest 9.2 listens to every logger that does not propagate, and where anybody listens to this one PyTorch writes out
-# each graph and its guards: a quarter of the time of tests that compile.
+# each graph and its guards, in every test that compiles.
 logging.getLogger("torch.__trace").propagate = True
 
 ROOT = Path(__file__).parent.parent
