@@ -62,3 +62,30 @@ def test_the_table_of_first_tokens(script):
     assert lines[2] == "| m | 32 | **gemkv**, int8 | 5 (0.50x) | 9, 10, 11 | 3.00 (0.75x) |"
     assert lines[3] == "| m | 64 | DynamicCache, eager | out of memory | | |"
     assert lines[4] == "| m | 64 | **gemkv**, int8 | 7 | 9, 10, 11 | 3.00 |"
+
+
+def test_results_that_are_gathered_keep_their_own_commit(script, tmp_path, monkeypatch):
+    """A run that does not say its commit and date gets those of the gathering; one that does keeps what it says."""
+    fidelity = script("fidelity")
+    monkeypatch.setenv("GEMKV_COMMIT", "now")
+    monkeypatch.setattr(script("harness"), "RESULTS", tmp_path)
+    runs = tmp_path / "new.json", tmp_path / "old.json"
+    for path, about in zip(runs, ({"model": "m"}, {"model": "m", "commit": "then"}), strict=True):
+        path.write_text(json.dumps({"about": about}))
+    monkeypatch.setattr(sys, "argv", ["fidelity.py", "--from", *map(str, runs), "--save-as", "both"])
+    fidelity.main()
+    new, old = (row["about"] for row in json.loads((tmp_path / "both.json").read_text())["rows"])
+    assert new["commit"] == "now" and "date" in new
+    assert old == {"model": "m", "commit": "then"}
+
+
+def test_the_table_of_needles_says_once_what_two_runs_found(script):
+    def run(*counts):
+        cells = [{"format": name, "length": 64, "depth": 0.5, "found": found, "asked": 8} for name, found in counts]
+        about = {"model": "m", "dtype": "bfloat16", "path": "decode", "formats": [name for name, _ in counts]}
+        return {"about": about, "needles": cells}
+
+    rows = [run(("reference", 7), ("floor", 7), ("int8", 6)), run(("reference", 7), ("floor", 5), ("int4", 3))]
+    lines = script("tables").needles({"rows": rows}).splitlines()[2:]
+    found = [("reference", 7), ("floor", 7), ("int8", 6), ("floor", 5), ("int4", 3)]
+    assert lines == [f"| m, bfloat16, decode | {name} | {n}/8 | {n}/8 | {n}/8 |" for name, n in found]

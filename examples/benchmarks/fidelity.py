@@ -43,7 +43,8 @@ def main() -> None:
     rows = [json.loads(path.read_text()) for path in arguments.files]
     rows = rows or [evaluated(model, arguments.extra) for model in arguments.models.split(",")]
     for row in rows:  # runs of several machines may stand in one file
-        row["about"].setdefault("commit", about()["commit"])
+        if "commit" not in row["about"]:
+            row["about"] |= {key: about()[key] for key in ("date", "commit")}
     print(f"saved to {save(arguments.save_as, rows)}")
 
 

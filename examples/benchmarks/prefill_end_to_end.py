@@ -148,8 +148,8 @@ def main() -> None:
         for mode in arguments.modes.split(","):
             rows += (found := rows_of(name, mode, lengths))
             print(*found, sep="\n", flush=True)
-    if "tiny" not in names:
-        print(f"saved to {save(arguments.save_as, rows)}")
+            if "tiny" not in names:  # each time: a run that is cut short leaves what it had
+                print(f"saved to {save(arguments.save_as, rows)}", flush=True)
     sys.exit(int(all("failed" in row for row in rows)))
 
 

@@ -213,7 +213,10 @@ def fidelity(result: dict[str, Any]) -> str:
 
 
 def needles(result: dict[str, Any]) -> str:
-    """Needles found by format: by length of the context, by depth in it, and in all."""
+    """Needles found by format: by length of the context, by depth in it, and in all.
+
+    Runs share a reference: what one has already said in the same words is left out.
+    """
     cells = [cell for run in result["rows"] for cell in run["needles"]]
     groups = [(key, each) for key in ("length", "depth") for each in sorted({cell[key] for cell in cells})]
     heads = [f"{each:,} tokens" if key == "length" else f"depth {each:.0%}" for key, each in groups]
@@ -225,7 +228,7 @@ def needles(result: dict[str, Any]) -> str:
             parts = [[cell for cell in own if cell[key] == each] for key, each in groups] + [own]
             found = (f"{sum(c['found'] for c in part)}/{sum(c['asked'] for c in part)}" for part in parts)
             lines.append(f"| {what} | {name} | {' | '.join(found)} |")
-    return "\n".join(lines)
+    return "\n".join(dict.fromkeys(lines))
 
 
 def int8_forms(result: dict[str, Any]) -> str:
