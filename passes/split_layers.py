@@ -9,10 +9,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from gemkv_compile import compat
 from gemkv_compile.passes.lens import module_path, value_of
+from gemkv_compile.passes.symbols import SymbolTable
 
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 MIN_LAYERS = 3  # fewer are not worth the calls between them
@@ -41,7 +44,8 @@ def split_layers(graph: Graph) -> list[Part]:
         return []
     runs = _runs(nodes)
     part_of = {node: index for index, run in enumerate(runs) for node in run}
-    parts = [_part(run, index, part_of) for index, run in enumerate(runs)]
+    symbols = SymbolTable(graph).nodes
+    parts = [_part(run, index, part_of, symbols) for index, run in enumerate(runs)]
     passed = [value_of(node) for part in parts for node in part.outputs]
     return parts if all(isinstance(value, torch.Tensor) for value in passed) else []
 
@@ -68,11 +72,12 @@ def _layer(node: Node) -> int | None:
     return int(found[1]) if found else None
 
 
-def _part(run: list[Node], index: int, part_of: dict[Node, int]) -> Part:
+def _part(run: list[Node], index: int, part_of: dict[Node, int], symbols: dict[sympy.Symbol, Node]) -> Part:
     inside = set(run)
     numbers = [node for node in _with_arithmetic(run, inside) if node not in inside]
     own = [*numbers, *run]
     inputs = tuple(dict.fromkeys(arg for node in own for arg in node.all_input_nodes if arg not in {*own}))
+    inputs += _numbers_for(inputs, symbols)
     outputs = tuple(
         node for node in run if not _is_arithmetic(node) and any(part_of.get(user) != index for user in node.users)
     )
@@ -85,6 +90,18 @@ def _part(run: list[Node], index: int, part_of: dict[Node, int]) -> Part:
         new[node] = graph.node_copy(node, lambda arg: new[arg])
     graph.output(tuple(new[node] for node in outputs))
     return Part(GraphModule(torch.nn.Module(), graph), inputs, outputs)
+
+
+def _numbers_for(inputs: tuple[Node, ...], symbols: dict[sympy.Symbol, Node]) -> tuple[Node, ...]:
+    """Placeholders for the symbols that sizes of the inputs contain and none is: Inductor must find each of them."""
+    sizes = {
+        compat.expr_of(size)
+        for value in map(value_of, inputs)
+        for size in (value.shape if isinstance(value, torch.Tensor) else (value,))
+        if isinstance(size, (int, torch.SymInt))
+    }
+    absent = sorted({symbol for size in sizes for symbol in size.free_symbols} - sizes, key=str)
+    return tuple(symbols[symbol] for symbol in absent if symbol in symbols)
 
 
 def _with_arithmetic(run: list[Node], inside: set[Node]) -> list[Node]:

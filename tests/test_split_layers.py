@@ -10,7 +10,11 @@ from tiny_models import greedy as tuple_greedy
 import gemkv_compile
 from gemkv_compile import Options
 from gemkv_compile.backend import Backend
+from gemkv_compile.compat import expr_of
 from gemkv_compile.inner import InnerCompiler, by_layers
+from gemkv_compile.passes.lens import value_of
+from gemkv_compile.passes.split_layers import split_layers
+from gemkv_compile.passes.symbols import free_symbols
 
 
 @pytest.fixture
@@ -115,3 +119,33 @@ def test_inductor(split):
     theirs = tuple_greedy(tuple_model(layers=4), prompt(1, 9), 5)
     assert torch.equal(ours[0], theirs[0])
     assert all(("layer by layer" in graph.inner) == split for graph in backend.graphs)
+
+
+class SumsOfOneMore(torch.nn.Module):
+    """Layers that take a tensor whose size is one more than that of what it was made of."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, past):
+        mask = torch.cat([past, x[:, :1]], dim=1)
+        for layer in self.layers:
+            x = layer(x) + mask.sum()
+        return x
+
+
+def test_every_symbol_of_a_part_is_a_size_of_its_inputs():
+    found = []
+
+    def look(module, inputs):
+        found.extend(split_layers(module.graph))
+        return module.forward
+
+    torch.compile(SumsOfOneMore(), backend=look, dynamic=True)(torch.ones(1, 4), torch.ones(1, 7))
+    assert len(found) >= 4
+    for part in found:
+        values = [value_of(node) for node in part.inputs]
+        sizes = {expr_of(size) for value in values for size in getattr(value, "shape", (value,))}
+        assert free_symbols(values) <= sizes, sizes
+    assert any(isinstance(value_of(node), torch.SymInt) for node in found[-1].inputs)
