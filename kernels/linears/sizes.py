@@ -18,11 +18,11 @@ class Sizes:
 def sizes(rows: int, features: int) -> Sizes:
     """How to launch the products of some rows of `features` input features, a multiple of 64.
 
-    One row: each program a single output feature, since what limits is how many bytes are under way; programs of 512
-    products at a time, two warps. More rows: 32 output features, so that a projection of 4,096 of them gives work to
+    One row: each program a single output feature, since what limits is how many bytes are under way; programs of 256
+    products at a time, one warp, which then has no sum to share with others. More rows: 32 output features, so that a projection of 4,096 of them gives work to
     all multiprocessors.
     """
     if rows == 1:
-        block = min(512, features & -features)
-        return Sizes(512 // block, block, 1, 2)
+        block = min(256, features & -features)
+        return Sizes(256 // block, block, 1, 1)
     return Sizes(32, min(128, features & -features), 4, 2)
