@@ -89,13 +89,13 @@ def fidelity() -> Any:
     figure, axes = plt.subplots(figsize=(7, 3.2))
     for run, style in zip(rows_of("fidelity"), ("-", "--", ":"), strict=False):
         for name, points in run["curves"].items():
-            if name != run["about"]["formats"][0]:
+            if name in (run["about"]["formats"][1], "int8"):
                 color = OURS if name == "int8" else OTHERS[0]
                 axes.plot(
                     *zip(*points[1:], strict=True),
                     style,
                     color=color,
-                    label=f"{run['about']['model']}, {name}",
+                    label=f"{run['about']['model']}, {run['about']['path']}, {name}",
                     linewidth=1,
                 )
     axes.set(yscale="log", xlabel="position in the window, tokens", ylabel="KL, nat a token")

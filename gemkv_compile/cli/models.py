@@ -100,11 +100,28 @@ def load_model(path: str | Path, attention: str = "sdpa", dtype: Any = None) -> 
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """Load the tokenizer of a folder or a GGUF file; raises as `load_model` does."""
+    """Load the tokenizer of a folder or a GGUF file.
+
+    Raises:
+        GemkvError: this version of Transformers reads the file's tokenizer wrongly; or as `load_model` does.
+    """
     from_pretrained = _transformers("AutoTokenizer").from_pretrained
     folder, place = _place(path)
     with _offline():
-        return from_pretrained(folder, **place)
+        tokenizer = from_pretrained(folder, **place)
+    version = _transformers("__version__")
+    if place and version.startswith("5.17.") and _is_unigram(tokenizer):
+        raise GemkvError(
+            f"Transformers {version} reads the tokenizer of {path} as one of another kind, which cuts words into wrong "
+            "pieces. Install a newer one with: pip install 'transformers>=5.18'"
+        )
+    return tokenizer
+
+
+def _is_unigram(tokenizer: Any) -> bool:
+    """Whether it cuts words by the scores of their pieces; Transformers 5.17 does so with Gemma's, which are merged."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return type(getattr(backend, "model", None)).__name__ == "Unigram"
 
 
 def _place(path: str | Path) -> tuple[Path, dict[str, str]]:
@@ -127,12 +144,16 @@ def _converted(gguf: Path, name: str, dtype: Any) -> tuple[Any, Any]:
     """Model and tokenizer of a GGUF file, from a decoded copy that the first call makes."""
     folder = cache_folder() / f"{name}-{gguf.stat().st_size}"
     if not (folder / "done").exists():
-        model = load_model(gguf)
+        tokenizer, model = load_tokenizer(gguf), load_model(gguf)
         _forget_quantisation(model)
         model.save_pretrained(folder)
-        load_tokenizer(gguf).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
         (folder / "done").touch()
-    return load_model(folder, dtype=dtype), load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
+    if _is_unigram(tokenizer):  # of a copy that Transformers 5.17 made
+        tokenizer = load_tokenizer(gguf)
+        tokenizer.save_pretrained(folder)
+    return load_model(folder, dtype=dtype), tokenizer
 
 
 def _forget_quantisation(model: Any) -> None:
