@@ -79,10 +79,11 @@ def test_kernel_at_the_sizes_of_models(rows, activation):
 
 
 def picked(dtype, rows=1, device="cpu"):
-    """A case whose gates and ups are elements of the weights, so that nothing but the four roundings is inexact."""
+    """A case whose gates and ups are sums of two elements of the weights: only the four roundings are inexact."""
     x = torch.zeros(rows, 1, 64, dtype=dtype)
-    x[torch.arange(rows), 0, torch.arange(rows) * 3] = 1
-    gate, up = torch.randn(400, 64) * 1.5, torch.randn(400, 64)
+    for row in range(rows):
+        x[row, 0, 3 * row : 3 * row + 2] = 1
+    gate, up = torch.randn(400, 64), torch.randn(400, 64)
     return [x.to(device), gate.to(dtype).to(device), up.to(dtype).to(device), None, None]
 
 
@@ -93,11 +94,12 @@ def test_rounds_where_the_unfused_operations_round(device, rows, activation):
     """Nearly all numbers are those of float64 with these roundings, and many are not those of a single rounding."""
     case = picked(BF16, rows, device)
     x, gate, up, *_ = [None if each is None else each.cpu().double() for each in case]
-    activated = ACTIVATIONS[activation](F.linear(x, gate)).to(BF16)
+    act, gates, ups = ACTIVATIONS[activation], F.linear(x, gate), F.linear(x, up)
     got = gated_linear_triton(*case, activation).cpu()
-    expected = activated * F.linear(x, up).to(BF16)
-    assert (got != expected).float().mean() < 0.02
-    assert (got != (ACTIVATIONS[activation](F.linear(x, gate)) * F.linear(x, up)).to(BF16)).float().mean() > 0.1
+    gates_rounded, ups_rounded = gates.to(BF16), ups.to(BF16)
+    assert (got != act(gates_rounded.double()).to(BF16) * ups_rounded).float().mean() < 0.02
+    for other in (act(gates).to(BF16) * ups_rounded, act(gates_rounded.double()).to(BF16) * ups, act(gates) * ups):
+        assert (got != other.to(BF16)).float().mean() > 0.1
 
 
 @pytest.mark.parametrize("device", DEVICES)
