@@ -164,7 +164,7 @@ SLOW = [
     ("gemma2", {}, "gelu_tanh"),
     ("gemma3", {}, "gelu_tanh"),
     ("qwen3", {"hidden_act": "gelu"}, "gelu"),
-    ("mistral", {"hidden_act": "swish"}, "silu"),
+    ("qwen2", {"hidden_act": "swish"}, "silu"),
     ("olmo2", {}, "silu"),
     ("gemma1", {"hidden_act": "gelu_new"}, ""),  # written out
     ("phi3", {}, ""),  # one weight for both
