@@ -22,12 +22,10 @@ class UnsupportedHeadDim(GemkvError, ValueError):
 
 
 class UnsupportedDtype(GemkvError, TypeError):
-    """A key, value or query dtype that the kernels do not have."""
+    """A dtype of keys, values, queries, or rows and weights, that the kernels do not have."""
 
-    def __init__(self, dtype: object, where: str = "K/V") -> None:
-        super().__init__(
-            f"{where} must be float16, bfloat16 or float32, got {dtype}. Cast the model, e.g. model.to(torch.bfloat16)."
-        )
+    def __init__(self, dtype: object, where: str = "K/V", expected: str = "float16, bfloat16 or float32") -> None:
+        super().__init__(f"{where} must be {expected}, got {dtype}. Cast the model, e.g. model.to(torch.bfloat16).")
 
 
 class UnsupportedGroups(GemkvError, ValueError):

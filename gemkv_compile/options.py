@@ -34,7 +34,8 @@ class Options:
         split_layers: Compile the layers of a graph one by one, equal ones once, when Inductor compiles it, in a quarter
             of its time for 34 layers; no fusion across layers. Graphs that need gradients are compiled as a whole.
         fuse_linears: Compute products of at most 16 rows with 16-bit weights, as decode steps have them, by this
-            package's kernel on a GPU, those of one input in one launch; not in graphs that need gradients.
+            package's kernel on a GPU, those of one input in one launch, a gated MLP's two with its activation; not in
+            graphs that need gradients.
         prefill: Who attends to a prompt that nothing is stored before and that has no padding: "auto" (the fastest by
             times known for this GPU, of the engines that are installed and do it exactly), "triton" (this package's
             kernel), "fa3", "fa2" or "cudnn" where they do it exactly, or "int8" (this package's kernel with scores of

@@ -14,19 +14,20 @@ import torch
 log = logging.getLogger(__name__)
 
 
-def implementation(operator: str, device: torch.device) -> Callable[..., Any]:
+def implementation(operator: str, device: torch.device, folder: str = "") -> Callable[..., Any]:
     """The function that computes an operator on a device.
 
     Args:
-        operator: "append_kv", "attend_pages" or "attend_chunk".
+        operator: "append_kv", "attend_pages", "attend_chunk", "linears" or "gated_linear".
+        folder: The folder of `kernels` that it is in; "" for one of its own name.
     """
-    return _implementation(operator, device.type)
+    return _implementation(operator, device.type, folder or operator)
 
 
 @functools.cache
-def _implementation(operator: str, device_type: str) -> Callable[..., Any]:
+def _implementation(operator: str, device_type: str, folder: str) -> Callable[..., Any]:
     kind, suffix = ("kernel", "triton") if uses_triton(device_type) else ("reference", "reference")
-    module = importlib.import_module(f"gemkv_compile.kernels.{operator}.{kind}")
+    module = importlib.import_module(f"gemkv_compile.kernels.{folder}.{kind}")
     function: Callable[..., Any] = getattr(module, f"{operator}_{suffix}")
     return function
 

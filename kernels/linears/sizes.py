@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,19 @@ def sizes(rows: int, features: int) -> Sizes:
     """How to launch the products of some rows of `features` input features, a multiple of 64.
 
     One row: each program a single output feature, since what limits is how many bytes are under way; programs of 256
-    products at a time, one warp, which then has no sum to share with others. More rows: 32 output features, so that a projection of 4,096 of them gives work to
-    all multiprocessors.
+    products at a time, one warp, which then has no sum to share with others. More rows: 32 output features, so that a
+    projection of 4,096 of them gives work to all multiprocessors.
     """
     if rows == 1:
         block = min(256, features & -features)
         return Sizes(256 // block, block, 1, 1)
     return Sizes(32, min(128, features & -features), 4, 2)
+
+
+def gated_sizes(rows: int, features: int) -> Sizes:
+    """How to launch the two products of a gated MLP, of which a program computes the same output features.
+
+    As `sizes`, with half as many output features of few rows: a program reads as many bytes, and as many run.
+    """
+    chosen = sizes(rows, features)
+    return chosen if rows == 1 else replace(chosen, block_out=chosen.block_out // 2)

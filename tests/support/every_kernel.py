@@ -10,7 +10,8 @@ from gemkv_compile.kernels.attend_chunk.kernel_int8 import attend_int8_triton
 from gemkv_compile.kernels.attend_pages.kernel import attend_pages_triton
 from gemkv_compile.kernels.engines import int8
 from gemkv_compile.kernels.layout import KV_FORMATS
-from gemkv_compile.kernels.linears.kernel import linears_triton
+from gemkv_compile.kernels.linears.kernel import gated_linear_triton, linears_triton
+from gemkv_compile.kernels.ops_linear import ACTIVATIONS
 
 # Format, head size, K/V heads, query heads of each. Compiling is most of the time, so each format has one head size;
 # packed codes have sizes that are no power of two, whose masks they need most.
@@ -45,7 +46,10 @@ def main():
         assert lengths.tolist() == [length + sum(CHUNKS) for length in LENGTHS]
     for rows in (1, 3):
         weights = [cases.normal(width, 192, dtype=torch.bfloat16).cuda() for width in (33, 7, 64)]
-        linears_triton(cases.normal(rows, 192, dtype=torch.bfloat16).cuda(), weights, [])
+        x = cases.normal(rows, 192, dtype=torch.bfloat16).cuda()
+        linears_triton(x, weights, [])
+        for activation in ACTIVATIONS:
+            gated_linear_triton(x, weights[0], weights[0].clone(), None, None, activation)
     torch.cuda.synchronize()
     print("every kernel ran")
 
