@@ -1,4 +1,4 @@
-"""RMSNorm and rotary embedding of heads compiled for devices that are not here: no spills, wide loads, all roundings."""
+"""RMSNorm and rotary embedding of heads for devices that are not here: no spills, wide loads, all roundings."""
 
 import interpreted
 import pytest

@@ -1,9 +1,9 @@
 """RMSNorm and rotary embedding of the heads of one token a sequence, in Triton.
 
 A program makes one head of one sequence: queries first, then keys, then values. The two halves that are rotated into
-each other, and what is not rotated, are loaded apart, so that every load is of neighbouring channels. Products and sums are
-never fused: on Hopper LLVM makes bfloat16 instructions of rounded float32 ones, and of two of these an fma, which would
-leave the rounding of a product out.
+each other, and what is not rotated, are loaded apart, so that every load is of neighbouring channels. Products and sums
+are never fused: from Hopper on LLVM makes bfloat16 instructions of rounded float32 ones, and of two of these an fma,
+which leaves the rounding of a product out.
 """
 
 # mypy: disable-error-code="no-untyped-def"
