@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,11 +73,13 @@ def fuse_rope(module: GraphModule) -> RopeReport | None:
         return RopeReport(0, (("gradients may be asked for", len(attends)),))
     # An append writes to the state of a cache, which is nobody else's memory.
     writes = {node: memory for node, memory in writes_of(graph).items() if node.target is not APPEND}
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    paged = [node for node in order if node.target in (APPEND, ATTEND)]
     left: Counter[str] = Counter()
     layers = 0
     for attend in attends:
-        found = _layer(graph, attend)
-        why = found if isinstance(found, str) else _why_not(graph, found, writes)
+        found = _layer(paged, attend)
+        why = found if isinstance(found, str) else _why_not(order, found, writes)
         if why:
             left[why] += 1
         elif isinstance(found, _Layer):
@@ -87,16 +89,16 @@ def fuse_rope(module: GraphModule) -> RopeReport | None:
     return RopeReport(layers, tuple(left.items()))
 
 
-def _layer(graph: Graph, attend: Node) -> _Layer | str:
+def _layer(paged: Sequence[Any], attend: Any) -> _Layer | str:
     """The layer of a decode step's attention, or why it has none that can be taken."""
-    same_cache = [n for n in graph.nodes if n.target in (APPEND, ATTEND) and _table(n) is _table(attend)]
+    same_cache = [node for node in paged if _table(node) is _table(attend)]
     append = same_cache[0]
     if append.target is not APPEND or same_cache[1] is not attend:
         return "its keys are another layer's"
-    queries, keys = read_chain(attend.args[0]), read_chain(append.args[0])  # type: ignore[arg-type]
+    queries, keys = read_chain(attend.args[0]), read_chain(append.args[0])
     if queries is None or keys is None:
         return "its queries or keys are not rotated in a form that is known"
-    values = read_chain(append.args[1], rotated=False)  # type: ignore[arg-type]
+    values = read_chain(append.args[1], rotated=False)
     layer = _Layer(append, queries, keys, values)
     return layer if _takes_values(layer) else _Layer(append, queries, keys, None)
 
@@ -113,7 +115,7 @@ def _takes_values(layer: _Layer) -> bool:
     return layer.values is not None and not _why_not_heads(layer.values) and _is_private(layer.values)
 
 
-def _why_not(graph: Graph, layer: _Layer, writes: Mapping[Node, set[Node]]) -> str:
+def _why_not(order: Mapping[Node, int], layer: _Layer, writes: Mapping[Node, set[Node]]) -> str:
     """Why a layer is left, or ""."""
     queries, keys = layer.queries, layer.keys
     if why := _why_not_heads(queries) or _why_not_heads(keys) or _why_not_tables(layer):
@@ -124,13 +126,9 @@ def _why_not(graph: Graph, layer: _Layer, writes: Mapping[Node, set[Node]]) -> s
         return "its norm has a weight that is not one number a channel"
     if not all(map(_is_private, layer.chains)):
         return "something else uses queries or keys on their way"
-    inputs = _inputs(layer)
-    order = {node: i for i, node in enumerate(graph.nodes)}
+    inputs, append = _inputs(layer), order[layer.append]
     users = [user for chain in layer.chains for user in chain.steps[0].users]
-    if (
-        max(map(order.__getitem__, inputs)) > order[layer.append]
-        or min(map(order.__getitem__, users)) < order[layer.append]
-    ):
+    if any(order[node] > append for node in inputs) or any(order[node] < append for node in users):
         return "its queries are computed after its keys are stored"
     if write_after({*inputs, *(node for chain in layer.chains for node in chain.steps)}, writes) is not None:
         return "what they are computed from is written in place"
@@ -140,7 +138,8 @@ def _why_not(graph: Graph, layer: _Layer, writes: Mapping[Node, set[Node]]) -> s
 def _why_not_heads(chain: Chain) -> str:
     """Why heads are left, or ""."""
     end, source = value_of(chain.steps[0]) if chain.steps else None, value_of(chain.source)
-    if end is None or end.dtype not in DTYPES or source.dtype != end.dtype:
+    rotated = source if chain.rotation is None else value_of(chain.rotation.source)
+    if end is None or end.dtype not in DTYPES or {source.dtype, rotated.dtype} != {end.dtype}:
         return "its queries or keys change their dtype on the way, or are not of 16 bits or float32"
     if is_traceable_wrapper_subclass(source):
         return "its queries or keys are tensor subclasses"
@@ -200,7 +199,7 @@ def _is_same_norm(queries: Chain, keys: Chain) -> bool:
 
 def _is_weight(chain: Chain) -> bool:
     norm, heads = chain.norm, value_of(chain.steps[0])
-    weight = value_of(norm.weight) if norm else None
+    weight: Any = value_of(norm.weight) if norm else None
     dtypes = (heads.dtype,) if norm and norm.name == "rounded_weight" else DTYPES
     fits = weight.shape == heads.shape[-1:] and weight.is_contiguous() and weight.dtype in dtypes
     return fits and not is_traceable_wrapper_subclass(weight)

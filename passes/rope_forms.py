@@ -87,13 +87,11 @@ def _before_transposes(node: Node) -> tuple[Node, list[Node]]:
 
 def _rotation(node: Node) -> Rotation | None:
     """Of all channels, or of the first ones with the others put behind them."""
-    whole = _whole_rotation(node)
-    pair = _cat_of_two(node)
+    whole, pair = _whole_rotation(node), _cat_of_two(node)
     if whole is not None or pair is None:
         return whole
-    part, (first, rest) = _whole_rotation(pair[0]), (None, _slice(pair[1]))
-    if part is not None:
-        first = _slice(part.source)
+    part, rest = _whole_rotation(pair[0]), _slice(pair[1])
+    first = _slice(part.source) if part is not None else None
     if part is None or first is None or rest is None or first[0] is not rest[0]:
         return None
     if first[1] != 0 or first[2] != rest[1] or rest[2] != static_int(value_of(rest[0]).shape[-1]):
@@ -149,12 +147,12 @@ def _normalised(node: Node) -> tuple[Node, float, tuple[Node, ...]] | None:
         return None
     for wide, root in _operands(node, "mul"):
         is_root = _is(root, "rsqrt") or (_is(root, "pow") and root.args[1:] == (-0.5,))
-        shifted = root.args[0] if is_root else None
+        shifted: Any = root.args[0] if is_root else None
         mean, eps = _plus_number(shifted)
-        square = mean.args[0] if mean is not None and _is_mean_of_last(mean) else None
+        square: Any = mean.args[0] if mean is not None and _is_mean_of_last(mean) else None
         if square is not None and _is(square, "pow") and square.args[0] is wide and square.args[1:] in ((2,), (2.0,)):
             source, cast = _before_cast(wide)
-            return source, eps, (node, root, shifted, mean, square, *cast)  # type: ignore[arg-type]
+            return source, eps, (node, root, shifted, mean, square, *cast)
     return None
 
 
