@@ -240,8 +240,7 @@ def _replace(graph: Graph, layer: _Layer) -> None:
             result = graph.call_function(operator.getitem, (results, i))
             result.meta = dict(end.meta) | {"example_value": example}
             end.replace_all_uses_with(result)
-    for end in ends:
-        _erase(graph, end)
+    _erase(graph, ends)
 
 
 def _heads_first(graph: Graph, chain: Chain) -> Node:
@@ -254,11 +253,13 @@ def _heads_first(graph: Graph, chain: Chain) -> Node:
     return node
 
 
-def _erase(graph: Graph, node: Node) -> None:
-    """Erase a node that nothing uses, and what it alone used."""
-    if node.users or has_effect(node) or node.op not in ("call_function", "call_method"):
-        return
-    before = node.all_input_nodes
-    graph.erase_node(node)
-    for each in before:
-        _erase(graph, each)
+def _erase(graph: Graph, ends: Sequence[Node]) -> None:
+    """Erase nodes that nothing uses, and what they alone used."""
+    pending, gone = list(ends), set()
+    while pending:
+        node = pending.pop()
+        if node in gone or node.users or node.op not in ("call_function", "call_method") or has_effect(node):
+            continue
+        pending += node.all_input_nodes
+        graph.erase_node(node)
+        gone.add(node)

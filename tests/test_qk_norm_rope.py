@@ -61,19 +61,21 @@ def check_close(got, case):
             assert (ours.cpu() != theirs).float().mean() < 0.02  # sums in another order
 
 
-CASES = [
-    dict(dim=64),
-    dict(dim=128, dtype=FP16, heads=(3, 1), one_row=True),
-    dict(dim=256, batch=1),
-    dict(dim=80, dtype=FP32, heads=(2, 2)),
-    dict(dim=96, rotary=24, heads=(5, 1)),
-    dict(dim=64, rotary=32, dtype=FP16, weight=FP16),
+MORE = [  # "none" of 16 bits: every bit is eager's
+    ("none", dict(dim=64, dtype=FP16)),
+    ("none", dict(dim=256, batch=1)),
+    ("none", dict(dim=96, rotary=24, heads=(5, 1))),
+    ("weight", dict(dim=64, rotary=32, dtype=FP16)),
+    ("one_plus_weight", dict(dim=128, dtype=FP16, heads=(3, 1), one_row=True)),
+    ("one_plus_weight", dict(dim=256, batch=1)),
+    ("rounded_weight", dict(dim=128)),
+    ("rounded_weight", dict(dim=80, dtype=FP32, heads=(2, 2))),
+    ("rounded_weight", dict(dim=96, rotary=24, dtype=FP16)),
 ]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("norm, case", [*((norm, {}) for norm in NORMS), *MORE], ids=str)
 def test_kernel(device, norm, case):
     case = random_case(norm, **case)
     check_close(qk_norm_rope_triton(*moved(case, device)), case)
