@@ -62,3 +62,9 @@ def test_the_table_of_first_tokens(script):
     assert lines[2] == "| m | 32 | **gemkv**, int8 | 5 (0.50x) | 9, 10, 11 | 3.00 (0.75x) |"
     assert lines[3] == "| m | 64 | DynamicCache, eager | out of memory | | |"
     assert lines[4] == "| m | 64 | **gemkv**, int8 | 7 | 9, 10, 11 | 3.00 |"
+
+
+def test_kinds_of_kernels(script):
+    kind_of = script("device_work").kind_of
+    names = ("norm_and_rotate", "append_token", "one_row", "attend_split", "triton_per_fused_add_mean_mul_pow_rsqrt_3")
+    assert [kind_of(name) for name in names] == ["rope", "append", "matmul", "attention", "other"]
