@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,10 +32,11 @@ from gemkv_compile.passes.find_updates import find_updates
 from gemkv_compile.passes.length_free import LengthReport, prove_length_free
 from gemkv_compile.passes.printing import format_graph
 from gemkv_compile.passes.rewrite import rewrite_graph
+from gemkv_compile.passes.rope import RopeReport, fuse_rope
 from gemkv_compile.passes.site_reports import describe_sites
 from gemkv_compile.plan import CallPlan
 from gemkv_compile.prefill import choices_of, learn, prefill_of
-from gemkv_compile.progress import progress_line
+from gemkv_compile.progress import Clock, progress_line
 from gemkv_compile.report import GraphReport, Report, Site
 from gemkv_compile.report_parts import Drift, EngineChoice, ShadowedCall
 from gemkv_compile.runtime.drift import Figures
@@ -102,7 +101,7 @@ def compile_graph(
 
     A graph on the meta device is judged, and runs as it was: there are no values to store.
     """
-    clock = _Clock()
+    clock = Clock()
     inner = choose_inner(options.inner, mode, example_inputs)
     try:
         found = _rewrite(gm, options, clock, boundaries or boundaries_of(gm, ()))
@@ -141,6 +140,7 @@ def compile_graph(
         length_reason="" if length is None or length.is_free else f"{length.sentence} {length.source}".strip(),
         engines=found.engines,
         linears="" if found.linears is None else str(found.linears),
+        rope="" if found.rope is None else str(found.rope),
     )
     steps = _step_graphs(rewritten, found, options, report)
     executable = Executable(rewritten.call, gm, found.plan, steps, _dropper(options, found.plan, report))
@@ -218,9 +218,10 @@ class _Rewritten:
     length: LengthReport | None = None
     engines: tuple[EngineChoice, ...] = ()
     linears: LinearsReport | None = None
+    rope: RopeReport | None = None
 
 
-def _rewrite(gm: GraphModule, options: Options, clock: _Clock, boundaries: Boundaries) -> _Rewritten:
+def _rewrite(gm: GraphModule, options: Options, clock: Clock, boundaries: Boundaries) -> _Rewritten:
     """All passes, in order."""
     with clock("canonicalise"):
         module, canonical = canonicalise(gm)
@@ -252,13 +253,16 @@ def _rewrite(gm: GraphModule, options: Options, clock: _Clock, boundaries: Bound
         length = prove_length_free(module.graph, verdicts.rewrites, rewritten.plan.inputs)
     with clock("few rows"):
         linears = fuse_linears(module) if options.fuse_linears else None
+    with clock("rope"):
+        rope = fuse_rope(module) if options.fuse_rope else None
     with clock("describe"):
         memory = _memory(verdicts.rewrites)
-    return _Rewritten(module, sites, before, memory, rewritten.example_inputs, rewritten.plan, length, engines, linears)
+    plan, examples = rewritten.plan, rewritten.example_inputs
+    return _Rewritten(module, sites, before, memory, examples, plan, length, engines, linears, rope)
 
 
 def _as_it_was(
-    gm: GraphModule, inner: InnerCompiler, example_inputs: Sequence[Any], error: Exception, clock: _Clock
+    gm: GraphModule, inner: InnerCompiler, example_inputs: Sequence[Any], error: Exception, clock: Clock
 ) -> tuple[Callable[..., Any], GraphReport]:
     """The graph without any rewriting; where it is given cache handles, run node by node, as other compilers refuse."""
     takes_handles = any(is_traceable_wrapper_subclass(value) for value in example_inputs)
@@ -277,19 +281,6 @@ def _enforce_strict(sites: Sequence[Site]) -> None:
     if kept:
         report = GraphReport(tuple(sites), (), "", "", "not reached", False)
         raise StrictError(f"strict=True, and {len(kept)} of {len(sites)} attentions are kept:\n{Report((report,))}")
-
-
-class _Clock:
-    """Seconds by stage."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - begin
 
 
 def raise_recompile_limit() -> None:

@@ -36,6 +36,8 @@ class Options:
         fuse_linears: Compute products of at most 16 rows with 16-bit weights, as decode steps have them, by this
             package's kernel on a GPU, those of one input in one launch, a gated MLP's two with its activation; not in
             graphs that need gradients.
+        fuse_rope: Make a decode step's queries and keys from their projections (RMSNorm, rotary embedding) by one
+            launch a layer on a GPU, where the graph has a known form of them; not in graphs that need gradients.
         prefill: Who attends to a prompt that nothing is stored before and that has no padding: "auto" (the fastest by
             times known for this GPU, of the engines that are installed and do it exactly), "triton" (this package's
             kernel), "fa3", "fa2" or "cudnn" where they do it exactly, or "int8" (this package's kernel with scores of
@@ -57,6 +59,7 @@ class Options:
     inner: str | Callable[..., Any] = "auto"
     split_layers: bool = True
     fuse_linears: bool = True
+    fuse_rope: bool = True
     prefill: str = "auto"
     drop: Policy | None = None
     pool_bytes: int | None = None
@@ -81,7 +84,7 @@ class Options:
             raise InvalidOption(
                 f"inner must be one of {INNER_COMPILERS}, a backend's name or a function, got {self.inner!r}."
             )
-        for name in ("cuda_graphs", "split_layers", "fuse_linears"):
+        for name in ("cuda_graphs", "split_layers", "fuse_linears", "fuse_rope"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidOption(f"{name} must be True or False, got {getattr(self, name)!r}.")
         _one_of("prefill", self.prefill, (AUTO, OWN, *ENGINES))

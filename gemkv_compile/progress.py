@@ -1,4 +1,4 @@
-"""A line on stderr when a compile takes long."""
+"""A line on stderr when a compile takes long, and how long its stages take."""
 
 from __future__ import annotations
 
@@ -30,3 +30,17 @@ def progress_line(what: str, quiet: float = QUIET_SECONDS) -> Iterator[None]:
         timer.cancel()
         if spoken.is_set():
             print(f"gemkv: {what}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+
+
+class Clock:
+    """Seconds by stage."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        """Time a block as part of a stage."""
+        begin = time.perf_counter()
+        yield
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - begin

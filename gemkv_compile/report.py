@@ -52,6 +52,8 @@ class GraphReport:
         cuda_graphs: What was captured as a CUDA graph, or why it was not; grows while the graph is called.
         linears: Which products of few rows with weights this package's kernel computes, and why not others; "" where
             there are none, or the option `fuse_linears` is off.
+        rope: Of how many layers one launch makes queries and keys from their projections, and why not of others; ""
+            where there is no decode step, or the option `fuse_rope` is off.
         dropped: Pages that the calls of this graph have dropped, by the number of the cache in it; grows too.
     """
 
@@ -69,6 +71,7 @@ class GraphReport:
     cuda_graphs: list[str] = field(default_factory=list)
     engines: tuple[EngineChoice, ...] = ()
     linears: str = ""
+    rope: str = ""
     dropped: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -137,6 +140,8 @@ class Report:
                 console.print(f"  prompt, {choice}", markup=False, highlight=False, soft_wrap=True)
             if graph.linears:
                 console.print(f"  linears: {graph.linears}", markup=False, highlight=False, soft_wrap=True)
+            if graph.rope:
+                console.print(f"  rope: {graph.rope}", markup=False, highlight=False, soft_wrap=True)
             for line in _drop_lines(graph):
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
             for line in graph.cuda_graphs:

@@ -89,3 +89,9 @@ def test_the_table_of_needles_says_once_what_two_runs_found(script):
     lines = script("tables").needles({"rows": rows}).splitlines()[2:]
     found = [("reference", 7), ("floor", 7), ("int8", 6), ("floor", 5), ("int4", 3)]
     assert lines == [f"| m, bfloat16, decode | {name} | {n}/8 | {n}/8 | {n}/8 |" for name, n in found]
+
+
+def test_kinds_of_kernels(script):
+    kind_of = script("device_work").kind_of
+    names = ("norm_and_rotate", "append_token", "one_row", "attend_split", "triton_per_fused_add_mean_mul_pow_rsqrt_3")
+    assert [kind_of(name) for name in names] == ["rope", "append", "matmul", "attention", "other"]

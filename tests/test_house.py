@@ -42,6 +42,7 @@ PASSES_MAY_USE = {
     "ops",
     "ops_linear",
     "ops_prompt",
+    "ops_rope",
     "layout",
     "validate",
     "results",

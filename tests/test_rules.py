@@ -1,12 +1,11 @@
 """Every rule: what it rewrites, with a golden graph; near misses, with their sentence; numerics of both."""
 
 import json
-import re
 
 import attention_cases as cases
 import pytest
 import torch
-from golden import check_golden
+from golden import check_golden, graph_text
 
 import gemkv_compile
 from gemkv_compile import Options, PagedKVTensor
@@ -32,31 +31,10 @@ def test_rewritten(function, tokens):
     report = explain(function, *arguments)
     assert {(site.status, site.reason) for site in report.sites} == {("rewritten", "")}
     assert all(__file__.rsplit("/", 1)[0] in site.source for site in report.sites)
-    check_golden(f"{function.__name__}-{tokens}", _golden(report))
+    check_golden(f"{function.__name__}-{tokens}", graph_text(report))
     ours, theirs = call(function, *arguments), function(*arguments)
     assert isinstance(ours[1][0], PagedKVTensor)
     cases.tree_close(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
-def _golden(report):
-    (graph,) = report.graphs
-    sites = [
-        f"# {s.operator}: {s.mask}; {s.num_q_heads}/{s.num_kv_heads} x {s.head_dim}; {s.rule}" for s in graph.sites
-    ]
-    from gemkv_compile.passes.version import pass_version
-
-    before, after = (_inputs_by_name(text) for text in (graph.before, graph.after))
-    text = "\n".join([*sites, "", "before:", before, "", "after:", after])
-    text = text.replace(repr(pass_version()), "'VERSION'")
-    return re.sub(r"\bs\d+\b", "s", text) + "\n"  # Dynamo's names of symbols differ between versions
-
-
-def _inputs_by_name(graph):
-    """Inputs sorted and called by name: their order differs between versions of Dynamo."""
-    names = dict(re.findall(r"^(%\d+) = input\((\w+)\)", graph, re.M))
-    inputs = re.findall(r"^%\d+ = (input.*)$", graph, re.M)
-    rest = re.sub(r"^%\d+ = input.*\n", "", graph, flags=re.M)
-    return "\n".join([*sorted(inputs), re.sub(r"%\d+", lambda m: names.get(m[0], m[0]), rest)])
 
 
 @pytest.mark.parametrize("name", cases.DENSE)

@@ -15,6 +15,7 @@ from gemkv_compile.runtime import recording
 KINDS = {  # of kernels, by name; the first that fits
     "attention": r"attend|combine_splits",
     "append": r"append_token|append_chunk",
+    "rope": r"norm_and_rotate",
     "matmul": r"one_row|few_rows|gemm|gemv|cutlass|nvjet|cublas|splitk|[a-z0-9]_mma|dot_kernel|_mm(_|$)|_addmm(_|$)|"
     "triton_tem",
     "copies": r"memcpy|memset",

@@ -91,7 +91,8 @@ def prefill_int8(result: dict[str, Any]) -> str:
 def step_split(result: dict[str, Any]) -> str:
     """Where the milliseconds of a decode step are, by model and caller."""
     host = {"package_ms": "package", "dynamo_ms": "Dynamo", "loop_ms": "generate's loop", "wait_ms": "waiting"}
-    kernels = {"matmul": "matmul", "lm_head": "LM head", "attention": "attention", "append": "append", "other": "other"}
+    kernels = {"matmul": "matmul", "lm_head": "LM head", "attention": "attention", "append": "append", "rope": "RoPE"}
+    kernels["other"] = "other"
     lines = [
         f"| model | called by | step | {' | '.join(host.values())} | recorded step | {' | '.join(kernels.values())} |",
         "|---|---|" + "---:|" * (2 + len(host) + len(kernels)),

@@ -12,6 +12,7 @@ from gemkv_compile.kernels.engines import int8
 from gemkv_compile.kernels.layout import KV_FORMATS
 from gemkv_compile.kernels.linears.kernel import gated_linear_triton, linears_triton
 from gemkv_compile.kernels.ops_linear import ACTIVATIONS
+from gemkv_compile.kernels.qk_norm_rope.kernel import qk_norm_rope_triton
 
 # Format, head size, K/V heads, query heads of each. Compiling is most of the time, so each format has one head size;
 # packed codes have sizes that are no power of two, whose masks they need most.
@@ -50,6 +51,11 @@ def main():
         linears_triton(x, weights, [])
         for activation in ACTIVATIONS:
             gated_linear_triton(x, weights[0], weights[0].clone(), None, None, activation)
+    for head_dim, rotary, norm in ((64, 64, "rounded_weight"), (96, 24, "weight"), (256, 256, "one_plus_weight")):
+        q, k, v = (cases.normal(3, heads, 1, head_dim, dtype=torch.bfloat16).cuda() for heads in (5, 2, 2))
+        weight = torch.ones(head_dim, dtype=torch.bfloat16, device="cuda")
+        cos = cases.normal(3, 1, 1, rotary, dtype=torch.bfloat16).cuda()
+        qk_norm_rope_triton(q, k, v if norm == "weight" else None, weight, weight, cos, cos, norm, 1e-6)
     torch.cuda.synchronize()
     print("every kernel ran")
 

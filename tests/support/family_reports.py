@@ -4,20 +4,22 @@ python family_reports.py   # prints a JSON object of all families' reports, and 
 """
 
 import json
+from unittest import mock
 
 import torch
 import transformers
 from tiny_models import FAMILIES, LATER_CELLS, MORE_FAMILIES, build, prompt
 
 import gemkv_compile
+from gemkv_compile.passes import rope
 
 CELLS = [(family, "eager" if family == "gemma2" else "sdpa") for family in FAMILIES | MORE_FAMILIES]
 CELLS += LATER_CELLS
 
 
 def family_report(family, attention):
-    """Sites of a padded prompt and of a decode step, by layer; and how many caches there are."""
-    model, lines = build(family, attention), []
+    """Sites of a padded prompt and of a decode step, by layer; how many caches there are; what is done on a GPU."""
+    model, lines = build(family, attention, dtype=torch.bfloat16), []
     padding = torch.ones(2, 21, dtype=torch.long)
     padding[0, :3] = 0
     with torch.no_grad():
@@ -29,8 +31,10 @@ def family_report(family, attention):
         }
         for name, (arguments, keywords) in calls.items():
             torch._dynamo.reset()
-            report = gemkv_compile.explain(model, *arguments, **keywords)
+            with mock.patch.object(rope, "DEVICES", {"cpu"}):
+                report = gemkv_compile.explain(model, *arguments, **keywords)
             lines += [name, *map(_line, report.sites), f"  caches: {sum(len(g.caches) for g in report.graphs)}"]
+            lines += [f"  rope: {graph.rope}" for graph in report.graphs if graph.rope]
     return "\n".join(lines) + "\n"
 
 

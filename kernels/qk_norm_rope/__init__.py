@@ -1,0 +1,1 @@
+"""RMSNorm and rotary embedding of the heads of one token a sequence."""
