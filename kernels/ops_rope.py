@@ -64,7 +64,7 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor | None, cos: Tensor, sin: Tenso
     given = [x for x in (q, k, v, cos, sin) if x is not None]
     if q.dtype not in DTYPES or any(x.dtype != q.dtype for x in given):
         found = ", ".join(str(x.dtype) for x in given)
-        raise UnsupportedDtype(f"qk_norm_rope takes tensors of one dtype, 16-bit or float32, got {found}.")
+        raise UnsupportedDtype(found, "the tensors of qk_norm_rope", "of one dtype, float16, bfloat16 or float32")
     batch, dim = q.shape[0], q.shape[-1]
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x is not None and (x.ndim != 4 or not x.numel() or (x.shape[0], *x.shape[2:]) != (batch, 1, dim)):
@@ -93,5 +93,6 @@ def _check_norm(q: Tensor, v: Tensor | None, q_weight: Tensor | None, k_weight: 
                 f"qk_norm_rope takes contiguous weights [{q.shape[-1]}], got {tuple(weight.shape)} with strides "
                 f"{weight.stride()}."
             )
+        expected = str(q.dtype) if norm == "rounded_weight" else "float16, bfloat16 or float32"
         if weight.dtype not in DTYPES or (norm == "rounded_weight" and weight.dtype != q.dtype):
-            raise UnsupportedDtype(f"norm={norm!r} of {q.dtype} does not take a weight of {weight.dtype}.")
+            raise UnsupportedDtype(weight.dtype, f"a weight of norm={norm!r} of {q.dtype}", expected)
