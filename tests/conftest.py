@@ -52,13 +52,21 @@ def pytest_configure(config):
         sys.path.remove(str(ROOT))
 
 
+@pytest.fixture(scope="module")
+def compilers():
+    """What fresh_compiler has made for a file's tests."""
+    return []
+
+
 @pytest.fixture(autouse=True)
-def fresh_compiler():
-    """Each test compiles for itself, and leaves no page behind that it did not mean to."""
+def fresh_compiler(request, compilers):
+    """Each test compiles for itself, or each file if its tests share compiles."""
     from gemkv_compile.inner import shared_compiles
 
-    torch._dynamo.reset()
+    if not compilers or request.node.get_closest_marker("shares_compiles") is None:
+        torch._dynamo.reset()
+        shared_compiles.clear()
+        compilers.append(request.node.name)
     torch._dynamo.utils.counters.clear()
-    shared_compiles.clear()
     torch.manual_seed(0)
     yield

@@ -21,6 +21,8 @@ from gemkv_compile.runtime.importing import import_dense
 from gemkv_compile.runtime.page_table import PageTable
 from gemkv_compile.runtime.pool import PagePool, pools
 
+pytestmark = pytest.mark.shares_compiles
+
 
 def in_use():
     gc.collect()
@@ -88,7 +90,7 @@ POINTS = {
 
 @pytest.fixture(scope="module")
 def compiled():
-    """Compiled once: Dynamo's reset between tests only costs a new trace."""
+    """Compiled once, for the tests that need nothing of its first call."""
     return gemkv_compile.compile(build("gemma3"), kv_format="model", strict=True)
 
 

@@ -6,6 +6,7 @@ import sys
 import paged_cases as cases
 import pytest
 import torch
+from tiers import tiers
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from gemkv_compile.kernels import ops
@@ -238,7 +239,8 @@ def snapshot(cache):
 
 
 @pytest.mark.parametrize(
-    "backend, kv_format", [("aot_eager", "int8"), ("aot_eager", "model"), ("inductor", "int8"), ("inductor", "k8v4")]
+    "backend, kv_format",
+    tiers([("aot_eager", "int8"), ("aot_eager", "model"), ("inductor", "int8")], [("inductor", "k8v4")]),
 )
 def test_compiled_effects_keep_their_order(backend, kv_format, uncached):
     caches = [cache_of(kv_format, lengths=(62, 30)) for _ in range(2)]

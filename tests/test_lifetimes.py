@@ -258,7 +258,7 @@ def test_a_cache_kept_across_batches_holds_its_own_pages_only():
     model, plain = gemkv_compile.compile(build("llama"), kv_format="model"), build("llama")
     before, sizes, cache = in_use(), [], None
     with memory.track() as tracker:
-        for batch in range(4):
+        for batch in range(3):
             ids = prompt(2, 60, batch)
             with torch.no_grad():
                 out = model.generate(ids, max_new_tokens=70, do_sample=False, return_dict_in_generate=True)

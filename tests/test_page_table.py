@@ -699,4 +699,4 @@ class TableMachine(RuleBasedStateMachine):
 
 
 TestTables = TableMachine.TestCase
-TestTables.settings = settings(max_examples=25, stateful_step_count=25, deadline=None, derandomize=True)
+TestTables.settings = settings(max_examples=15, stateful_step_count=25, deadline=None, derandomize=True)

@@ -1,6 +1,7 @@
 """A prompt that many texts begin with is stored once, whichever way Transformers offers to go on from it."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -16,6 +17,10 @@ FORKS = 5
 CASES = tiers([("gemma3", "model"), ("llama", "model"), ("gemma3", "int4")], [("gemma3", "int8"), ("llama", "k8v4")])
 
 
+pytestmark = pytest.mark.shares_compiles
+
+
+@functools.cache
 def models(family, kv_format):
     return gemkv_compile.compile(build(family), kv_format=kv_format, strict=True), build(family)
 
