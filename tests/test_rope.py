@@ -408,3 +408,26 @@ def test_a_model_s_decode_steps(family, monkeypatch):
     assert torch.equal(next_tokens(model, prompt(2, 1), cache), expected)
     said = [graph.rope for graph in gemkv_compile.report_of(model).graphs]
     assert {*said} == {TAKEN.replace("1", str(layers["num_hidden_layers"]))}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3", "llama", "gemma4", "phi3"])
+@torch.no_grad()
+def test_a_model_s_decode_steps_on_a_gpu(family, inner):
+    """Logits of a step with the operator and without; without norms and Inductor they are the same bits."""
+    model = build(family, dtype=BF16).cuda()
+    cache = model(prompt(2, 40).cuda(), use_cache=True).past_key_values
+    found = []
+    for fuse in (True, False):
+        torch._dynamo.reset()
+        backend = Backend(Options(kv_format="model", strict=True, inner=inner, fuse_rope=fuse))
+        step = torch.compile(model, backend=backend)
+        own = copy.deepcopy(cache)
+        found.append([step(ids.cuda(), past_key_values=own).logits for ids in (prompt(2, 1), prompt(2, 1, seed=1))])
+        assert all(graph.rope.startswith("queries and keys of ") == fuse for graph in backend.graphs)
+        assert not any("of 0 layers" in graph.rope for graph in backend.graphs)
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
+        assert inner != "eager" or family not in ("llama", "phi3") or torch.equal(ours, theirs)
