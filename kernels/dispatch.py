@@ -18,7 +18,7 @@ def implementation(operator: str, device: torch.device) -> Callable[..., Any]:
     """The function that computes an operator on a device.
 
     Args:
-        operator: "append_kv", "attend_pages" or "attend_chunk".
+        operator: A folder beside this file, such as "append_kv": an operator's, or that of what the runtime calls.
     """
     return _implementation(operator, device.type)
 
