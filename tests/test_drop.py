@@ -224,8 +224,8 @@ def test_what_is_observed_is_the_attention_of_the_newest_queries(monkeypatch):
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_observed_weights_by_hand(kv_format, device):
     """Padding, a softcap, a window, a hole, tokens before the cache's start; a prompt of fewer tokens than observed."""
-    pool = PagePool(layout_of(kv_format), torch.device(device))  # two groups a page
-    table = import_dense(pool, *(rows.to(device) for rows in dense_rows(2, 300)))
+    keys, values = (rows.to(device) for rows in dense_rows(2, 300))
+    table = import_dense(PagePool(layout_of(kv_format), keys.device), keys, values)  # two groups a page
     keys = table.read(0, 300)[0].cpu()
     table.begin(1, None)
     table.drop({1: [False, True]})
