@@ -16,7 +16,7 @@ SOME = [(90, 256, "int8", "share_out"), (80, 128, "k6v4", "sum_weights"), (100, 
 LATER = [(arch, dim, name) for arch in (80, 90, 100) for dim in (64, 128, 256) for name in ("int8", "int4", "model")]
 LATER += [(86, 512, "int8"), (86, 256, "model"), (90, 512, "k6v4"), (100, 512, "int8"), (90, 80, "k6v4")]
 SOME += [pytest.param(*case, name, marks=pytest.mark.slow) for case in LATER for name in KERNELS]
-SPILLS = 8  # bytes that a thread spills at most: with padding and a cap, at some sizes
+SPILLS = {90: 8, 100: 16}  # bytes that a thread spills at most, at some sizes
 
 
 @pytest.mark.skipif(not interpreted.ON, reason="this process compiles")
@@ -41,6 +41,6 @@ def test_fits_a_device(arch, head_dim, kv_format, name, monkeypatch, tmp_path):
         monkeypatch, kernel, name, arch, lambda: kernel.attention_shares_triton(q, positions, *state, *rules)
     )
     assert compiled.metadata.shared <= SHARED[arch]
-    assert spilled_bytes(compiled.asm["ptx"], arch, tmp_path) <= SPILLS
+    assert spilled_bytes(compiled.asm["ptx"], arch, tmp_path) <= SPILLS.get(arch, 0)
     pieces = re.findall(r"cp\.async\.c\S+ \[[^\]]*\], \[[^\]]*\], (0x\w+)", compiled.asm["ptx"])
-    assert {"0x8", "0x10"} & set(pieces) or arch == 86
+    assert {"0x8", "0x10"} & set(pieces) or arch == 86 or head_dim == 80  # rows of no 8 bytes
