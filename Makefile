@@ -48,8 +48,8 @@ goldens: $(STAMP)
 bench: $(STAMP)
 	cd examples/benchmarks && for name in $(BENCHMARKS); do PYTHONPATH=. ../../$(BIN)/python $$name.py || exit 1; done
 	cd examples/benchmarks && ../../$(BIN)/python tables.py && PYTHONPATH=. ../../$(BIN)/python plots.py
-BENCHMARKS ?= kv_memory passes_time step_overhead int8_forms int4_forms drop_policies decode_kernel append linears \
-              prefill_kernel prefill_engines end_to_end prefill_end_to_end memory_end_to_end step_split cold_start
+BENCHMARKS ?= kv_memory passes_time step_overhead int8_forms int4_forms drop_policies drop_shares decode_kernel append \
+              linears prefill_kernel prefill_engines end_to_end prefill_end_to_end memory_end_to_end step_split cold_start
 
 # Every family, attention and cache (half an hour); ARGS="--families llama,gemma3" runs these again. Scripts import each other.
 matrix: $(STAMP)

@@ -18,7 +18,7 @@ def implementation(operator: str, device: torch.device, folder: str = "") -> Cal
     """The function that computes an operator on a device.
 
     Args:
-        operator: "append_kv", "attend_pages", "attend_chunk", "linears" or "gated_linear".
+        operator: An operator, such as "append_kv", or what the runtime calls, such as "attention_shares".
         folder: The folder of `kernels` that it is in; "" for one of its own name.
     """
     return _implementation(operator, device.type, folder or operator)

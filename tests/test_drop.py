@@ -220,21 +220,22 @@ def test_what_is_observed_is_the_attention_of_the_newest_queries(monkeypatch):
     assert [pages.tokens for pages in policy.asked] == [120, 128]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
-def test_observed_weights_by_hand(kv_format):
+def test_observed_weights_by_hand(kv_format, device):
     """Padding, a softcap, a window, a hole, tokens before the cache's start; a prompt of fewer tokens than observed."""
-    keys, values = dense_rows(2, 300)
-    table = import_dense(PagePool(layout_of(kv_format), CPU), keys, values)  # two groups a page
-    keys = table.read(0, 300)[0]
+    keys, values = (rows.to(device) for rows in dense_rows(2, 300))
+    table = import_dense(PagePool(layout_of(kv_format), keys.device), keys, values)  # two groups a page
+    keys = table.read(0, 300)[0].cpu()
     table.begin(1, None)
     table.drop({1: [False, True]})
     table.commit(0)
     table.expose_from(40)
     query = torch.randn(2, 4, 10, 16)
     padding = torch.rand(2, 310) < 0.8
-    observed = Observed(10).after(290, query)
+    observed = Observed(10).after(290, query.to(device))
     plan = ObservedPlan(0, 0.3, 4.0, 255)
-    got = attention_of_pages(table, 300, observed, plan, padding)
+    got = attention_of_pages(table, 300, observed, plan, padding.to(device)).cpu()
     token, position = torch.arange(300), torch.arange(290, 300)[:, None]
     seen = (token >= 40) & (token <= position) & (token > position - 255) & padding[:, None, :300]
     seen[1, :, 128:256] = False
@@ -246,6 +247,8 @@ def test_observed_weights_by_hand(kv_format):
     short = Observed(32).after(0, query[:, :, :3])
     assert short.newest(3)[0].tolist() == [0, 1, 2] and short.newest(2)[1].shape[2] == 2
     assert short.after(3, query[:, :2]).newest(13)[0].tolist() == list(range(3, 13))  # another model's
+    apart = short.after(3, query[:, :, :1]).after(9, query[:, :, :2])  # steps between them were not observed
+    assert apart.newest(11)[0].tolist() == [0, 1, 2, 3, 9, 10]
     moved = short.after(3, query[:, :, :1]).selected(torch.tensor([1, 1, 0]), 4)
     assert torch.equal(moved.newest(4)[1][0], query[1][:, [0, 1, 2, 0]])
 

@@ -281,6 +281,19 @@ def drop_policies(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def drop_shares(result: dict[str, Any]) -> str:
+    """Microseconds of a layer's attention shares, by shape and format, beside the plain version."""
+    lines = [
+        "| batch | query, K/V heads | head size | tokens | format | kernel | in a CUDA graph | plain torch | ratio |",
+        "|---:|---:|---:|---:|---|---:|---:|---:|---:|",
+    ]
+    for row in result["rows"]:
+        times = [row[key] for key in ("kernel_us", "graph_us", "torch_us")]
+        cells = " | ".join(f"{each:.0f}" for each in times)
+        lines.append(f"| {_shape(row)} | {row['kv_format']} | {cells} | {times[0] / times[2]:.4f} |")
+    return "\n".join(lines)
+
+
 def matrix(result: dict[str, Any]) -> str:
     """What becomes of each family, attention and cache; how many are rewritten; why the others are not."""
     rows = result["rows"]
@@ -367,6 +380,7 @@ TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str, str]] = {  # how, 
     "needles": (needles, "found of asked", "DESIGN.md"),
     "quantised_peers": (quantised_peers, "95% intervals", "DESIGN.md"),
     "drop_policies": (drop_policies, "95% intervals", "DESIGN.md"),
+    "drop_shares": (drop_shares, "median microseconds", "DESIGN.md"),
     "matrix": (matrix, "tiny random models", "docs/matrix.md"),
     "passes_time": (passes_time, "seconds", "DESIGN.md"),
     "step_split": (step_split, "median milliseconds", "DESIGN.md"),

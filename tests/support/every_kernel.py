@@ -8,6 +8,7 @@ from gemkv_compile.kernels.append_kv.kernel import append_kv_triton
 from gemkv_compile.kernels.attend_chunk.kernel import attend_chunk_triton
 from gemkv_compile.kernels.attend_chunk.kernel_int8 import attend_int8_triton
 from gemkv_compile.kernels.attend_pages.kernel import attend_pages_triton
+from gemkv_compile.kernels.attention_shares.kernel import attention_shares_triton
 from gemkv_compile.kernels.engines import int8
 from gemkv_compile.kernels.layout import KV_FORMATS
 from gemkv_compile.kernels.linears.kernel import gated_linear_triton, linears_triton
@@ -45,6 +46,11 @@ def main():
             if head_dim in int8.HEAD_DIMS:
                 attend_int8_triton(q, k, v, padding, 0.1, 30.0, True, 100)
         assert lengths.tolist() == [length + sum(CHUNKS) for length in LENGTHS]
+        equal = cases.PagedCache(2, heads, head_dim, 128, 64, kv_format, torch.bfloat16, 4).fill([210, 210])
+        table, _, starts, tail = to_device(equal, "cuda")
+        positions, rules = torch.arange(200, 210, device="cuda"), (padding[:2], 0.1, 30.0, 190, 210, equal.layout)
+        q = cases.normal(2, heads * groups, 10, head_dim, dtype=torch.bfloat16).cuda()
+        attention_shares_triton(q, positions, table, starts, tail, *rules)
     for rows in (1, 3):
         weights = [cases.normal(width, 192, dtype=torch.bfloat16).cuda() for width in (33, 7, 64)]
         x = cases.normal(rows, 192, dtype=torch.bfloat16).cuda()

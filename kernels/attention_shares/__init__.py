@@ -1,0 +1,1 @@
+"""How the newest queries share out their attention among the stored tokens."""
