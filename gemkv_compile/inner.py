@@ -97,7 +97,7 @@ class SharedCompiles:
         """The compiled graph."""
         key = (inner.identity, compile_settings(), graph_key(module, examples), _targets(module))
         shareable = not any(node.op in ("get_attr", "call_module") for node in module.graph.nodes)
-        shareable = shareable and not (inner.adds_guards and free_symbols(_sizes_of_the_call(module)))
+        shareable = shareable and not (inner.adds_guards and free_symbols(_sizes(module, of_the_call=True)))
         with self._lock:
             if shareable and key in self._known:
                 self._known.move_to_end(key)
@@ -135,8 +135,8 @@ def by_layers(inner: InnerCompiler) -> InnerCompiler:
         calls = []
         for part in parts:
             given = [value_of(node) for node in part.inputs]
-            # Within one graph a compile may rely on its symbols; `shared_compiles` knows none.
-            key = (_exact_key(part.module, given), _targets(part.module))
+            # Within one graph a compile may rely on the call's symbols; `shared_compiles` knows none.
+            key = (_part_key(part.module, given), _targets(part.module))
             if key not in known:
                 known[key] = shared_compiles.compile(inner, part.module, given).call
             calls.append(known[key])
@@ -189,9 +189,14 @@ def _targets(module: GraphModule) -> tuple[Any, ...]:
     return tuple(node.target for node in module.graph.nodes if node.op == "call_function")
 
 
-def _exact_key(module: GraphModule, examples: Sequence[Any]) -> str:
-    """Text that two graphs of one trace share only if they compute the same of the same symbols."""
-    return "\n".join([format_graph(module.graph), *map(_layout, examples), *map(str, filter(_is_number, examples))])
+def _part_key(module: GraphModule, examples: Sequence[Any]) -> str:
+    """Text that two parts of one trace share only if they compute the same of the same symbols of the call.
+
+    Sizes of caches' state, which nothing guards, have symbols of each cache's own: they are numbered.
+    """
+    text = [format_graph(module.graph), *map(_layout, examples), *map(str, filter(_is_number, examples))]
+    own = free_symbols(_sizes(module, of_the_call=False)) - free_symbols(_sizes(module, of_the_call=True))
+    return _numbered("\n".join(text), set(map(str, own)))
 
 
 def _is_number(value: Any) -> bool:
@@ -201,9 +206,18 @@ def _is_number(value: Any) -> bool:
 def graph_key(module: GraphModule, examples: Sequence[Any]) -> str:
     """Text that two graphs share only if one's compiled form serves the other."""
     text = re.sub(r"input\(.*?\) :", "input :", format_graph(module.graph))
+    return _numbered("\n".join([text, *map(_layout, examples)]))
+
+
+def _numbered(text: str, symbols: set[str] | None = None) -> str:
+    """The text with symbols, these or all, by the order in which they come."""
     numbers: dict[str, str] = {}
-    layouts = [_layout(value) for value in examples]
-    return re.sub(r"\b[su]\d+\b", lambda m: numbers.setdefault(m[0], f"n{len(numbers)}"), "\n".join([text, *layouts]))
+
+    def number(found: re.Match[str]) -> str:
+        is_one = symbols is None or found[0] in symbols
+        return numbers.setdefault(found[0], f"n{len(numbers)}") if is_one else found[0]
+
+    return re.sub(r"\b[su]\d+\b", number, text)
 
 
 def _layout(value: Any) -> str:
@@ -212,7 +226,8 @@ def _layout(value: Any) -> str:
     return f"{describe(value)} {tuple(map(str, value.stride()))} {value.device} {value.requires_grad}"
 
 
-def _sizes_of_the_call(module: GraphModule) -> list[Any]:
-    """Example values of the inputs that come from the call; the state of caches has sizes that nothing guards."""
-    own = [node for node in module.graph.nodes if node.op == "placeholder" and "_dynamo_source" not in node.meta]
+def _sizes(module: GraphModule, *, of_the_call: bool) -> list[Any]:
+    """Example values of the inputs that come from the call, or of the state of caches, whose sizes nothing guards."""
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    own = [node for node in inputs if ("_dynamo_source" not in node.meta) == of_the_call]
     return [value for node in own if isinstance(value := node.meta.get("example_value"), (torch.Tensor, torch.SymInt))]

@@ -54,6 +54,17 @@ def test_equal_layers_are_compiled_once(compiled_parts):
     assert graphs >= 2 and len(compiled_parts) <= 4 * graphs
 
 
+def test_equal_layers_of_a_prompt_of_any_length_are_compiled_once(compiled_parts):
+    """A later prompt of another length has a graph with symbols, one a cache among them."""
+    model = gemkv_compile.compile(build("gemma3", **TWELVE), kv_format="model", strict=True)
+    with torch.no_grad():
+        for tokens in (33, 45):
+            compiled_parts.clear()
+            model(prompt(1, tokens), use_cache=True)
+            assert 0 < len(compiled_parts) <= 4
+    assert len(gemkv_compile.report_of(model).graphs) == 2
+
+
 @pytest.mark.parametrize(
     "family",
     [pytest.param("gemma3n", marks=pytest.mark.slow), "llama", pytest.param("gpt_oss", marks=pytest.mark.slow)],
