@@ -34,8 +34,7 @@ class Options:
         split_layers: Compile the layers of a graph one by one, equal ones once, when Inductor compiles it, in a quarter
             of its time for 34 layers; no fusion across layers. Graphs that need gradients are compiled as a whole.
         fuse_linears: Compute products of at most 16 rows with 16-bit weights, as decode steps have them, by this
-            package's kernel on a GPU, those of one input in one launch, a gated MLP's two with its activation; not in
-            graphs that need gradients.
+            package's kernel on a GPU, those of one input in one launch; not in graphs that need gradients.
         fuse_rope: Make a decode step's queries and keys from their projections (RMSNorm, rotary embedding) by one
             launch a layer on a GPU, where the graph has a known form of them; not in graphs that need gradients.
         prefill: Who attends to a prompt that nothing is stored before and that has no padding: "auto" (the fastest by

@@ -14,20 +14,19 @@ import torch
 log = logging.getLogger(__name__)
 
 
-def implementation(operator: str, device: torch.device, folder: str = "") -> Callable[..., Any]:
+def implementation(operator: str, device: torch.device) -> Callable[..., Any]:
     """The function that computes an operator on a device.
 
     Args:
         operator: An operator, such as "append_kv", or what the runtime calls, such as "attention_shares".
-        folder: The folder of `kernels` that it is in; "" for one of its own name.
     """
-    return _implementation(operator, device.type, folder or operator)
+    return _implementation(operator, device.type)
 
 
 @functools.cache
-def _implementation(operator: str, device_type: str, folder: str) -> Callable[..., Any]:
+def _implementation(operator: str, device_type: str) -> Callable[..., Any]:
     kind, suffix = ("kernel", "triton") if uses_triton(device_type) else ("reference", "reference")
-    module = importlib.import_module(f"gemkv_compile.kernels.{folder}.{kind}")
+    module = importlib.import_module(f"gemkv_compile.kernels.{operator}.{kind}")
     function: Callable[..., Any] = getattr(module, f"{operator}_{suffix}")
     return function
 

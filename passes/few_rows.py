@@ -3,7 +3,7 @@
 A node is taken if it is `F.linear` of at most 16 rows, or of one row for each of several sequences however many, with a
 weight that is an input of the graph, contiguous and in the dtype of the rows. Several weights share a launch if they
 multiply the same node and nothing is written in between that could be the memory of the rows, a weight or a bias.
-The two products of a gated MLP are computed with its activation (`gated_linear`). Nothing else of the graph changes.
+Nothing else of the graph changes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -20,7 +21,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gemkv_compile.kernels.ops_linear import DTYPES, MAX_ROWS, MAX_WEIGHTS, STEP, linears
 from gemkv_compile.passes.effects import writes_of
-from gemkv_compile.passes.gated_linear import WriteBetween, find_gated, linear_arguments, replace_gated
 from gemkv_compile.passes.lens import value_of
 from gemkv_compile.passes.symbols import static_int
 from gemkv_compile.passes.version import pass_version
@@ -35,23 +35,17 @@ class LinearsReport:
 
     Args:
         rows: The most rows of a product; None if the number of sequences may change.
-        activations: Launches that compute the activation of a gated MLP, too.
-        left_activations: Activations that another kernel computes though both products are taken, by reason.
     """
 
     products: int
     launches: int
     rows: int | None
     left: tuple[tuple[str, int], ...]
-    activations: int = 0
-    left_activations: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
         rows = "1 row" if self.rows == 1 else f"{self.rows or 'a few'} rows"
-        gated = f", {self.activations} of them with a gated MLP's activation" if self.activations else ""
         left = "".join(f"; {count} left: {reason}" for reason, count in self.left)
-        left += "".join(f"; {count} activations left: {reason}" for reason, count in self.left_activations)
-        return f"{self.products} products of {rows} with weights in {self.launches} launches{gated}{left}"
+        return f"{self.products} products of {rows} with weights in {self.launches} launches{left}"
 
 
 def fuse_linears(module: GraphModule) -> LinearsReport | None:
@@ -68,30 +62,34 @@ def fuse_linears(module: GraphModule) -> LinearsReport | None:
     rows = None if None in counts else max(count for count in counts if count)
     if why := _not_at_all(graph):
         return LinearsReport(0, 0, rows, ((why, len(found)),))
-    reasons = {node: _why_not(node) for node in found}
-    left = Counter(filter(None, reasons.values()))
-    taken = [node for node in found if not reasons[node]]
-    write_between = _writes(graph)
-    pairs, left_activations = find_gated(graph, set(taken), write_between)
-    gated = {node for pair in pairs for node in (pair.gate, pair.up)}
-    groups = _groups([node for node in taken if node not in gated], write_between)
-    alone = [group for group in groups if not _is_worth_it(group)]
-    if alone:
-        left["several rows, and no other weight of the same input"] += len(alone)
-    groups = [group for group in groups if _is_worth_it(group)]
-    for pair in pairs:
-        replace_gated(graph, pair)
-    for group in groups:
+    left: Counter[str] = Counter()
+    taken = []
+    for node in found:
+        if reason := _why_not(node):
+            left[reason] += 1
+        else:
+            taken.append(node)
+    products = launches = 0
+    for group in _groups(graph, taken):
+        if len(group) == 1 and _rows(group[0]) != 1 and value_of(_arguments(group[0])[1]).shape[0] < WIDE:
+            left["several rows, and no other weight of the same input"] += 1
+            continue
         _replace(graph, group)
+        products, launches = products + len(group), launches + 1
     module.recompile()
-    products, launches = 2 * len(pairs) + sum(map(len, groups)), len(pairs) + len(groups)
-    return LinearsReport(products, launches, rows, tuple(left.items()), len(pairs), tuple(left_activations.items()))
+    return LinearsReport(products, launches, rows, tuple(left.items()))
+
+
+def _arguments(node: Node) -> tuple[Any, Any, Any]:
+    """Input, weight and bias of a call of F.linear."""
+    named = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | node.kwargs
+    return named.get("input"), named.get("weight"), named.get("bias")
 
 
 def _is_few_rows(node: Node) -> bool:
     if node.op != "call_function" or node.target is not torch.nn.functional.linear:
         return False
-    value = value_of(linear_arguments(node)[0])
+    value = value_of(_arguments(node)[0])
     if not isinstance(value, torch.Tensor) or value.device.type not in DEVICES:
         return False
     *sizes, features = map(static_int, value.shape)
@@ -103,7 +101,7 @@ def _is_few_rows(node: Node) -> bool:
 
 def _rows(node: Node) -> int | None:
     """Rows of a product; None if their number may change."""
-    sizes = list(map(static_int, value_of(linear_arguments(node)[0]).shape[:-1]))
+    sizes = list(map(static_int, value_of(_arguments(node)[0]).shape[:-1]))
     return None if None in sizes else prod(size for size in sizes if size is not None)
 
 
@@ -119,7 +117,7 @@ def _not_at_all(graph: Graph) -> str:
 
 def _why_not(node: Node) -> str:
     """Why a product is left, or ""."""
-    x, weight, bias = linear_arguments(node)
+    x, weight, bias = _arguments(node)
     tensors = [value_of(each) for each in (x, weight, bias) if each is not None]
     if not all(isinstance(each, Node) and each.op in ("placeholder", "get_attr") for each in (weight, bias) if each):
         return "its weight is computed in the graph"
@@ -134,36 +132,26 @@ def _why_not(node: Node) -> str:
     return ""
 
 
-def _writes(graph: Graph) -> WriteBetween:
-    """Whether a node between two nodes of the graph may write the memory of rows, a weight or a bias."""
+def _groups(graph: Graph, nodes: Sequence[Node]) -> list[list[Node]]:
+    """Nodes that multiply the same input, in order, as many as the operator takes, with no write in between."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     # An append writes to the state of a cache, which is nobody else's memory.
     writes = [order[node] for node in writes_of(graph) if node.target is not torch.ops.gemkv.append_kv.default]
-    return lambda first, last: any(order[first] < at < order[last] for at in writes)
-
-
-def _groups(nodes: Sequence[Node], write_between: WriteBetween) -> list[list[Node]]:
-    """Nodes that multiply the same input, in order, as many as the operator takes, with no write in between."""
     groups: list[list[Node]] = []
     open_groups: dict[tuple[Node, bool], list[Node]] = {}
     for node in nodes:
-        x, _, bias = linear_arguments(node)
+        x, _, bias = _arguments(node)
         group = open_groups.get((x, bias is None), [])
-        if not 0 < len(group) < MAX_WEIGHTS or write_between(group[0], node):
+        if not 0 < len(group) < MAX_WEIGHTS or any(order[group[0]] < at < order[node] for at in writes):
             group = open_groups[x, bias is None] = []
             groups.append(group)
         group.append(node)
     return groups
 
 
-def _is_worth_it(group: Sequence[Node]) -> bool:
-    """Whether the operator is faster for the products of a launch: of one row, or several of them, or a wide one."""
-    return len(group) > 1 or _rows(group[0]) == 1 or value_of(linear_arguments(group[0])[1]).shape[0] >= WIDE
-
-
 def _replace(graph: Graph, group: Sequence[Node]) -> None:
     """Put the operator where the first of the products stands."""
-    arguments = [linear_arguments(node) for node in group]
+    arguments = [_arguments(node) for node in group]
     weights, biases = [weight for _, weight, _ in arguments], [bias for _, _, bias in arguments if bias is not None]
     with graph.inserting_before(group[0]):
         products = graph.call_function(linears._opoverload, (arguments[0][0], weights, biases, pass_version()))

@@ -47,7 +47,7 @@ def test_later_families_equal_eager_past_the_window(family, attention, inner):
 
 def test_auto_is_inductor_on_a_gpu():
     report = gemkv_compile.explain(build("llama").cuda(), prompt(1, 8).cuda())
-    assert report.graphs[0].inner == "inductor, layer by layer"
+    assert report.graphs[0].inner.startswith("inductor")
 
 
 @pytest.mark.parametrize("kwargs", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
@@ -71,7 +71,7 @@ def test_int8_pages_hold_the_same_bytes_as_on_a_cpu():
 
 def test_memory_returns():
     model = gemkv_compile.compile(tuple_model().cuda(), inner="eager", strict=True)
-    greedy(model, prompt(2, 300).cuda(), 2)
+    greedy(model, prompt(2, 3000 // 4).cuda(), 4)  # cuBLAS keeps what it allocates at its first product of a size
     gemkv_compile.trim()
     before = torch.cuda.memory_allocated()
     for _ in range(3):

