@@ -2,7 +2,6 @@
 
 import pytest
 import tokenizers
-import transformers
 
 from gemkv_compile.cli import models
 from gemkv_compile.errors import GemkvError
@@ -28,6 +27,7 @@ def gguf(tmp_path):
 
 def reads(monkeypatch, version, of_gguf, of_folder=None):
     """Let Transformers of a version read these."""
+    import transformers  # not above: a test before this one may have imported it anew
 
     def from_pretrained(folder, gguf_file=None):
         return of_gguf if gguf_file else of_folder
