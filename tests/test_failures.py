@@ -137,11 +137,10 @@ ERRORS = {
 }
 
 
-ALLOCATIONS = [
-    ("allocate", "out of memory", 1, 3),
-    ("allocate", "pool exhausted", 3, 4),
-    ("_grow", "out of memory", 1, 2),
-]
+ALLOCATIONS = tiers(
+    [("allocate", "out of memory", 1, 3), ("_grow", "out of memory", 1, 2)],
+    [("allocate", "pool exhausted", 3, 4)],
+)
 
 
 @pytest.mark.parametrize("name, error, beams, least", ALLOCATIONS)

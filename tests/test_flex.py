@@ -105,7 +105,7 @@ def test_every_reason_of_this_rule_has_a_case():
     assert new <= {reason for reason, _ in cases.KEPT} and new <= REASONS.keys()
 
 
-@pytest.mark.parametrize("blocks", [False, True], ids=["score_mod", "block_mask"])
+@pytest.mark.parametrize("blocks", tiers([False], [(True,)]))
 def test_decoding_over_many_lengths(blocks):
     """Lengths on both sides of a block of 128; symbolic sizes; every attention of every graph is rewritten."""
     model, backend = cases.flex_model(blocks), Backend(Options(kv_format="model", strict=True))

@@ -14,7 +14,7 @@ def generate(model, ids, tokens=40):
         return model.generate(ids, max_new_tokens=tokens, do_sample=False, return_dict_in_generate=True)
 
 
-SLOW = [("gemma4", "eager"), ("gemma3n", "sdpa")]  # whose other form is here, and of which other tests are
+SLOW = [cell for cell in LATER_CELLS if cell[0] != "gpt_oss"]  # of which other tests are, and those on a GPU
 CELLS = tiers([cell for cell in LATER_CELLS if cell not in SLOW], SLOW)
 
 

@@ -9,9 +9,9 @@ from tiers import tiers
 import gemkv_compile
 from gemkv_compile import Options
 
-CELLS = [(family, "sdpa", "dynamic") for family in ("phi3", "glm4", "stablelm")]
+CELLS = [(family, "sdpa", "dynamic") for family in ("phi3", "glm4")]
 CELLS += [("gemma3", "sdpa", "tuple"), ("llama", "flex_attention", "tuple")]
-MORE_CELLS = [(family, "sdpa", "dynamic") for family in ("llama3", "qwen2", "olmo2")]
+MORE_CELLS = [(family, "sdpa", "dynamic") for family in ("llama3", "qwen2", "olmo2", "stablelm")]
 MORE_CELLS += [("llama", "flex_attention", "dynamic")]
 
 

@@ -14,7 +14,7 @@ from gemkv_compile.runtime.ledger import kv_memory
 
 PROMPT, QUESTION, ANSWER = 1000, 5, 16  # the last token of an answer is not cached
 FORKS = 5
-CASES = tiers([("gemma3", "model"), ("llama", "model"), ("gemma3", "int4")], [("gemma3", "int8"), ("llama", "k8v4")])
+CASES = tiers([("gemma3", "model"), ("llama", "model")], [("gemma3", "int4"), ("gemma3", "int8"), ("llama", "k8v4")])
 
 
 pytestmark = pytest.mark.shares_compiles

@@ -26,8 +26,6 @@ def test_training_step_after_generation():
     ids = prompt(2, 24)
     with torch.no_grad():
         model.generate(ids[:, :10], max_new_tokens=20, do_sample=False)
-    with torch.inference_mode():
-        model.generate(ids[:, :10], max_new_tokens=20, do_sample=False)
     loss = lambda some: some(ids, labels=ids).loss  # noqa: E731
     assert_same_gradients(gradients(model, loss), gradients(plain, loss))
 
