@@ -47,7 +47,7 @@ def test_later_families_equal_eager_past_the_window(family, attention, inner):
 
 def test_auto_is_inductor_on_a_gpu():
     report = gemkv_compile.explain(build("llama").cuda(), prompt(1, 8).cuda())
-    assert report.graphs[0].inner.startswith("inductor")
+    assert report.graphs[0].inner == "inductor"  # whole: gradients may be asked for
 
 
 @pytest.mark.parametrize("kwargs", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)

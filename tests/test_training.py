@@ -21,10 +21,11 @@ def assert_same_gradients(ours, theirs):
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_training_step_after_generation():
+@pytest.mark.parametrize("inference", tiers([False], [(True,)]))
+def test_training_step_after_generation(inference):
     model, plain = gemkv_compile.compile(build("gemma3"), kv_format="model"), build("gemma3")
     ids = prompt(2, 24)
-    with torch.no_grad():
+    with torch.inference_mode(inference), torch.no_grad():
         model.generate(ids[:, :10], max_new_tokens=20, do_sample=False)
     loss = lambda some: some(ids, labels=ids).loss  # noqa: E731
     assert_same_gradients(gradients(model, loss), gradients(plain, loss))
